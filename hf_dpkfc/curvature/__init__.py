@@ -1,0 +1,1 @@
+"""The data-free stream: synthetic inputs, Kronecker factors, the preconditioner."""

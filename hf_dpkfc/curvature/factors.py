@@ -1,0 +1,123 @@
+"""Kronecker factors A and G of every K-FAC block, from captured probes (Alg. 1).
+
+*Reduce*: each example is one row, the mean of its a and the sum of its δ over positions.
+*Expand*: each position is its own row (Eschenhagen et al. 2023). The paper's formula is the latter
+under the former's name; here both have their right names. Masked positions are in neither.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hf_dpkfc.curvature.roots import Root, root_of_covariance, root_of_rows
+from hf_dpkfc.layers.gradients import OuterGradient
+
+
+class Factor(Protocol):
+    """One covariance factor in the making."""
+
+    def add(self, x: Tensor, mask: Tensor) -> None:
+        """Count in x [n, position, feature]; mask [n, position, 1] is 0 where nothing stands."""
+        ...
+
+    def trace(self) -> float:
+        """Its trace; 0 means that no signal arrived."""
+        ...
+
+    def covariance(self) -> Tensor:
+        """C, [d, d] in float64."""
+        ...
+
+    def root(self, damping: float, rank: int | None) -> Root:
+        """The damped inverse square root of C."""
+        ...
+
+
+@dataclass
+class ReducedFactor:
+    """One row per example; the factor stays thin and no d×d matrix is formed.
+
+    Attributes:
+        averages: Rows are means over positions (a), not sums (δ).
+    """
+
+    averages: bool
+    rows: list[Tensor] = field(default_factory=list)
+
+    def add(self, x: Tensor, mask: Tensor) -> None:
+        """Count in one row per example."""
+        total = (x * mask).sum(1)
+        self.rows.append(total / mask.sum(1).clamp(min=1) if self.averages else total)
+
+    def trace(self) -> float:
+        """Its trace."""
+        return sum(float(r.double().square().sum()) for r in self.rows) / self._count()
+
+    def covariance(self) -> Tensor:
+        """C = XᵀX/n."""
+        X = torch.cat(self.rows).double().cpu()
+        return X.mT @ X / len(X)
+
+    def root(self, damping: float, rank: int | None) -> Root:
+        """From the n×n Gram matrix where that is the smaller one."""
+        return root_of_rows(torch.cat(self.rows), damping, rank)
+
+    def _count(self) -> int:
+        return max(1, sum(len(r) for r in self.rows))
+
+
+@dataclass
+class ExpandedFactor:
+    """One row per unmasked position, summed into a d×d covariance as they come."""
+
+    total: Tensor | None = None
+    count: float = 0.0
+
+    def add(self, x: Tensor, mask: Tensor) -> None:
+        """Count in one row per position."""
+        rows = (x * mask).flatten(0, 1)
+        outer = (rows.mT @ rows).double()
+        self.total = outer if self.total is None else self.total.add_(outer)
+        self.count += float(mask.sum())
+
+    def trace(self) -> float:
+        """Its trace."""
+        return 0.0 if self.total is None else float(self.total.diagonal().sum()) / self.count
+
+    def covariance(self) -> Tensor:
+        """C = XᵀX/n."""
+        assert self.total is not None
+        return self.total / self.count
+
+    def root(self, damping: float, rank: int | None) -> Root:
+        """From the covariance."""
+        return root_of_covariance(self.covariance(), damping, rank)
+
+
+@dataclass
+class FactorPair:
+    """A and G of one block; A may be another block's where both read the same tensor."""
+
+    A: Factor
+    G: Factor
+    shares_A: bool = False
+
+    def add(self, gradient: OuterGradient, mask: Tensor | None) -> None:
+        """Count in the positions of one captured batch."""
+        weights = position_weights(gradient, mask)
+        if not self.shares_A:
+            self.A.add(gradient.augmented_a(), weights)
+        self.G.add(gradient.delta, weights)
+
+
+def position_weights(gradient: OuterGradient, mask: Tensor | None) -> Tensor:
+    """[batch·groups, position, 1]: the attention mask where positions are tokens, else ones."""
+    rows, positions = gradient.delta.shape[:2]
+    if mask is None or mask.shape[1] != positions:
+        return gradient.delta.new_ones(rows, positions, 1)
+    weights = mask.to(gradient.delta.dtype).unsqueeze(-1)
+    return weights.repeat_interleave(gradient.groups, dim=0)

@@ -1,0 +1,341 @@
+"""From a model and a probe to a preconditioner: the whole data-free stream in one call (Alg. 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_dpkfc.curvature.factors import ExpandedFactor, Factor, FactorPair, ReducedFactor
+from hf_dpkfc.curvature.preconditioner import (
+    ElementwiseMap,
+    GramCache,
+    KroneckerMap,
+    LinearMap,
+    Preconditioner,
+    ScalarMap,
+)
+from hf_dpkfc.curvature.probes import Probe
+from hf_dpkfc.curvature.roots import Root
+from hf_dpkfc.errors import ConfigurationError, ProbeError
+from hf_dpkfc.layers.capture import Captured, PerExampleLoss, capture
+from hf_dpkfc.layers.gradients import OuterGradient
+from hf_dpkfc.layers.layout import accumulation_dtype
+from hf_dpkfc.layers.routes import Block, Form, RouteTable, inspect_model
+from hf_dpkfc.losses import TaskLoss, task_of
+
+KINDS = ("kfac", "diagonal", "none")
+APPROXIMATIONS = ("reduce", "expand")
+LABELS = ("uniform", "model")
+
+
+@dataclass(frozen=True)
+class CurvatureOptions:
+    """How factors become a preconditioner. Utility only: none of it can change the guarantee.
+
+    Attributes:
+        kind: "kfac", "diagonal" (AdaDPS) or "none".
+        approx: K-FAC's treatment of positions, "reduce" or "expand".
+        damping: Added to the factors, relative to their mean eigenvalue.
+        rank: Eigendirections kept per factor; None is exact.
+        max_factor_dim: Wider factors fall back to low rank, with a note.
+        labels: "uniform", or "model" for labels from the model's own predictions.
+        num_batches: Probe batches per fit.
+        batch_size: Probes per batch.
+    """
+
+    kind: str = "kfac"
+    approx: str = "reduce"
+    damping: float = 1.0
+    rank: int | None = 64
+    max_factor_dim: int = 4096
+    labels: str = "uniform"
+    num_batches: int = 10
+    batch_size: int = 64
+
+    def __post_init__(self) -> None:
+        _require_one_of("preconditioner", self.kind, KINDS)
+        _require_one_of("kfac_approx", self.approx, APPROXIMATIONS)
+        _require_one_of("probe_labels", self.labels, LABELS)
+        if not self.damping > 0:
+            raise ConfigurationError(
+                f"damping={self.damping}.",
+                why="a factor has directions without any signal, and their inverse root needs a "
+                "positive floor.",
+                way_out="choose damping > 0; 1.0 adds the factor's mean eigenvalue.",
+            )
+        for name in ("rank", "max_factor_dim", "num_batches", "batch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigurationError(
+                    f"{name}={value}.",
+                    why="it counts things of which at least one is needed.",
+                    way_out=f"choose {name} ≥ 1"
+                    + (", or None for exact roots." if name == "rank" else "."),
+                )
+
+
+def _require_one_of(name: str, value: str, legal: tuple[str, ...]) -> None:
+    if value not in legal:
+        raise ConfigurationError(
+            f"{name}={value!r}.",
+            why="there is no such choice.",
+            way_out=f"choose one of {', '.join(legal)}.",
+        )
+
+
+def fit_preconditioner(
+    model: nn.Module,
+    probe: Probe,
+    options: CurvatureOptions | None = None,
+    *,
+    seed: int = 0,
+    per_example_loss: PerExampleLoss | None = None,
+    table: RouteTable | None = None,
+) -> Preconditioner:
+    """The preconditioner of a model at its present weights, from synthetic inputs alone.
+
+    Args:
+        model: Probed in eval mode; its modes, gradients and the global random state are left as
+            they were.
+        probe: Where inputs and labels come from.
+        options: How factors become maps.
+        seed: Public randomness: the same seed and weights give bit-identical maps.
+        per_example_loss: (model, inputs) -> [batch]; by default that of the model's task.
+        table: The table of routes, if the caller has it.
+
+    Raises:
+        ConfigurationError: If ``rank`` is above the width of every factor.
+        ProbeError: If probing gives non-finite factors.
+    """
+    options = options or CurvatureOptions()
+    if options.kind == "none":
+        return Preconditioner.identity()
+    table = (table or inspect_model(model)).require_covered()
+    passes = _Passes(
+        model, table, probe, options, seed, per_example_loss or TaskLoss(task_of(model))
+    )
+    with probing(model):
+        fit = _fit_diagonal if options.kind == "diagonal" else _fit_kronecker
+        maps, notes = fit(passes)
+        maps = _balanced(maps, passes)
+    return Preconditioner(maps, options.kind, probe.is_data_free, tuple(notes)).to(
+        passes.device, passes.dtype
+    )
+
+
+@contextmanager
+def probing(model: nn.Module) -> Iterator[None]:
+    """Eval mode with global random state protected; every module's mode is put back."""
+    modes = [(module, module.training) for module in model.modules()]
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        model.eval()
+        try:
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """Captured passes over probe batches."""
+
+    model: nn.Module
+    table: RouteTable
+    probe: Probe
+    options: CurvatureOptions
+    seed: int
+    per_example_loss: PerExampleLoss
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return accumulation_dtype(next(self.model.parameters()).dtype)
+
+    def for_factors(self) -> Iterator[tuple[Captured, Tensor | None]]:
+        """Every probe batch, with its attention mask."""
+        generator = torch.Generator().manual_seed(self.seed)
+        yield from self._captured(self.options.num_batches, generator)
+
+    def for_balance(self) -> Captured:
+        """One more batch, of mixed lengths, on which layers are balanced."""
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        return next(self._captured(1, generator))[0]
+
+    def _captured(
+        self, num_batches: int, generator: torch.Generator
+    ) -> Iterator[tuple[Captured, Tensor | None]]:
+        for batch in self.probe.batches(num_batches, self.options.batch_size, generator):
+            inputs = {name: self._moved(value) for name, value in batch.items()}
+            if self.options.labels == "model":
+                inputs |= self._model_labels(inputs, generator)
+            size = len(next(iter(inputs.values())))
+            captured = capture(self.model, self.table, self.per_example_loss, inputs, size)
+            yield captured, inputs.get("attention_mask")
+
+    def _moved(self, value: Tensor) -> Tensor:
+        dtype = next(self.model.parameters()).dtype
+        return value.to(self.device, dtype if value.is_floating_point() else value.dtype)
+
+    def _model_labels(
+        self, inputs: Mapping[str, Tensor], generator: torch.Generator
+    ) -> dict[str, Tensor]:
+        if self.probe.labels is None:
+            return {}
+        targets = {"labels", "start_positions", "end_positions"}
+        with torch.no_grad():
+            outputs = self.model(**{k: v for k, v in inputs.items() if k not in targets})
+        drawn = self.probe.labels.draw_from_model(outputs, inputs, generator)
+        return {name: self._moved(value) for name, value in drawn.items()}
+
+
+def _fit_kronecker(passes: _Passes) -> tuple[dict[str, LinearMap], list[str]]:
+    pairs = _estimate_factors(passes)
+    _require_rank_below_widest(pairs, passes.options)
+    notes: list[str] = []
+    roots: dict[int, Root] = {}
+    maps: dict[str, LinearMap] = {}
+    for name, pair in pairs.items():
+        traces = pair.A.trace(), pair.G.trace()
+        if not all(map(torch.isfinite, map(torch.tensor, traces))):
+            raise _not_finite(name)
+        if 0.0 in traces:  # LoRA's B starts at zero, so A gets no gradient: nothing to invert
+            notes.append(f"{name}: identity, the probes gave it no signal yet")
+            maps[name] = ScalarMap()
+            continue
+        for factor in (pair.A, pair.G):
+            if id(factor) not in roots:
+                roots[id(factor)] = _root(name, factor, passes.options, notes)
+        maps[name] = KroneckerMap(roots[id(pair.A)], roots[id(pair.G)])
+    return maps, notes
+
+
+def _estimate_factors(passes: _Passes) -> dict[str, FactorPair]:
+    pairs: dict[str, FactorPair] = {}
+    for captured, mask in passes.for_factors():
+        inputs: dict[tuple[Any, ...], Factor] = {}
+        for block in passes.table:
+            gradient = captured.gradient(block) if block.treatment == "kfac" else None
+            if not isinstance(gradient, OuterGradient):
+                continue
+            if block.name not in pairs:
+                pairs[block.name] = _new_pair(gradient, inputs, passes.options)
+            pairs[block.name].add(gradient, mask)
+    return pairs
+
+
+def _new_pair(
+    gradient: OuterGradient, inputs: dict[tuple[Any, ...], Factor], options: CurvatureOptions
+) -> FactorPair:
+    """Factors for a block; layers that read the same tensor share A."""
+    a = gradient.a
+    key = (a.data_ptr(), a.shape, gradient.ones is None)
+    G = _new_factor(gradient.delta.shape[-1], options, averages=False)
+    shared = inputs.get(key) if a.numel() else None
+    if shared is None:
+        inputs[key] = _new_factor(gradient.d_in, options, averages=True)
+    return FactorPair(inputs[key], G, shares_A=shared is not None)
+
+
+def _new_factor(width: int, options: CurvatureOptions, *, averages: bool) -> Factor:
+    if options.approx == "expand" and width <= options.max_factor_dim:
+        return ExpandedFactor()
+    return ReducedFactor(averages)
+
+
+def _root(name: str, factor: Factor, options: CurvatureOptions, notes: list[str]) -> Root:
+    rank = options.rank
+    width = _width(factor)
+    if width > options.max_factor_dim and rank is None:
+        rank = CurvatureOptions.rank
+        notes.append(
+            f"{name}: rank {rank}, its factor of width {width} is above "
+            f"max_factor_dim={options.max_factor_dim}"
+        )
+    return factor.root(options.damping, rank)
+
+
+def _width(factor: Factor) -> int:
+    if isinstance(factor, ReducedFactor):
+        return factor.rows[0].shape[-1]
+    assert isinstance(factor, ExpandedFactor)
+    assert factor.total is not None
+    return len(factor.total)
+
+
+def _require_rank_below_widest(pairs: Mapping[str, FactorPair], options: CurvatureOptions) -> None:
+    widest = max((_width(f) for pair in pairs.values() for f in (pair.A, pair.G)), default=None)
+    if options.rank is not None and widest is not None and options.rank > widest:
+        raise ConfigurationError(
+            f"rank={options.rank} with factors of width {widest} at most.",
+            why="a factor has no more directions than its width.",
+            way_out=f"choose rank ≤ {widest}, or rank=None for exact roots.",
+        )
+
+
+def _not_finite(name: str) -> ProbeError:
+    return ProbeError(
+        f"The probes gave non-finite factors at {name}.",
+        why="the preconditioner would turn every gradient into NaN.",
+        way_out="check that the weights are finite and that the model runs in this dtype.",
+    )
+
+
+def _fit_diagonal(passes: _Passes) -> tuple[dict[str, LinearMap], list[str]]:
+    """Second moments of per-sample probe gradients, elementwise (AdaDPS)."""
+    moments: dict[str, Tensor] = {}
+    for captured, _ in passes.for_factors():
+        for block in passes.table:
+            if block.form not in (Form.OUTER, Form.DENSE) or _is_vocabulary(block):
+                continue
+            gradient = captured.gradient(block)
+            if gradient is None:
+                continue
+            for _, chunk in gradient.dense_chunks():
+                squares = chunk.double().square().sum(0)
+                moments[block.name] = moments.get(block.name, torch.zeros_like(squares)) + squares
+    notes = []
+    maps: dict[str, LinearMap] = {}
+    for name, moment in moments.items():
+        mean = float(moment.mean())
+        if not torch.isfinite(moment).all():
+            raise _not_finite(name)
+        if mean == 0.0:
+            notes.append(f"{name}: identity, the probes gave it no signal yet")
+            maps[name] = ScalarMap()
+        else:
+            maps[name] = ElementwiseMap((moment / mean + passes.options.damping).rsqrt())
+    return maps, notes
+
+
+def _is_vocabulary(block: Block) -> bool:
+    return block.form is Form.OUTER and block.treatment != "kfac"
+
+
+def _balanced(maps: Mapping[str, LinearMap], passes: _Passes) -> dict[str, LinearMap]:
+    """Each map scaled so that probe gradients keep their mean squared norm, layer by layer.
+
+    Without this a layer's share in the common clip norm would depend on the arbitrary scale of
+    its root.
+    """
+    captured = passes.for_balance()
+    balanced = dict(maps)
+    moved = Preconditioner(maps).to(passes.device, passes.dtype)
+    for block in passes.table:
+        gradient = captured.gradient(block) if block.name in maps else None
+        if gradient is None:
+            continue
+        grams: GramCache = {}
+        before = float(gradient.sq_norms().double().mean())
+        after = float(moved[block.name].sq_norms(gradient, grams).double().mean())
+        if before > 0 and after > 0:
+            balanced[block.name] = maps[block.name].scaled((before / after) ** 0.5)
+    return balanced

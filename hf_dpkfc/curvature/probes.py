@@ -1,0 +1,364 @@
+"""Synthetic inputs: what the network is shown instead of data.
+
+A probe is a frozen description from which batches are drawn with public randomness. None of these
+classes can see a training set: they are built from a tokenizer or an image size, and from the
+model's configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hf_dpkfc.curvature.labels import LabelSpace
+from hf_dpkfc.curvature.vocabulary import ranked_payload_ids
+from hf_dpkfc.errors import ConfigurationError, ProbeError
+from hf_dpkfc.losses import unwrapped
+
+Batch = dict[str, Tensor]
+
+# The paper's sequence length (appendix "Experimental Details"): what a probe is at most by default.
+DEFAULT_MAX_LENGTH = 128
+
+
+class Probe(Protocol):
+    """A source of synthetic batches."""
+
+    is_data_free: ClassVar[bool]
+    labels: LabelSpace | None
+
+    def batches(
+        self, num_batches: int, batch_size: int, generator: torch.Generator
+    ) -> Iterator[Batch]:
+        """Batches of model inputs with labels, drawn with public randomness."""
+        ...
+
+
+@dataclass(frozen=True)
+class SequenceTemplate:
+    """Where a tokenizer puts its special tokens, padding and segments.
+
+    Attributes:
+        fixed: The special tokens around the payloads: before, (between,) after.
+        segments: token_type_id of each part in order of appearance: fixed, payload, fixed, ...
+        pad_id: None where the tokenizer can't pad; a batch then has one length.
+        pads_left: Which side is padded.
+        mask_id: The mask token, if any.
+        names: The inputs that the model wants.
+    """
+
+    fixed: tuple[tuple[int, ...], ...]
+    segments: tuple[int, ...]
+    pad_id: int | None
+    pads_left: bool
+    mask_id: int | None
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, tokenizer: Any, *, pair: bool = False) -> SequenceTemplate:
+        """Ask the tokenizer by letting it encode one letter, alone or as a pair."""
+        texts = ("a", "b") if pair else ("a",)
+        payloads = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+        encoded = tokenizer(*texts, return_token_type_ids=True)
+        ids, types = list(encoded["input_ids"]), list(encoded["token_type_ids"])
+        fixed, segments, start = [], [], 0
+        for payload in payloads:
+            at = _find(ids, payload, start)
+            fixed.append(tuple(ids[start:at]))
+            segments += [types[start] if at > start else 0, types[at]]
+            start = at + len(payload)
+        fixed.append(tuple(ids[start:]))
+        segments.append(types[start] if start < len(ids) else 0)
+        return cls(
+            fixed=tuple(fixed),
+            segments=tuple(segments),
+            pad_id=tokenizer.pad_token_id,
+            pads_left=tokenizer.padding_side == "left",
+            mask_id=tokenizer.mask_token_id,
+            names=tuple(tokenizer.model_input_names),
+        )
+
+    @property
+    def num_fixed(self) -> int:
+        """Special tokens per sequence."""
+        return sum(map(len, self.fixed))
+
+    @property
+    def num_payloads(self) -> int:
+        """1 for single sequences, 2 for pairs."""
+        return len(self.fixed) - 1
+
+    def fill(self, payload: Sequence[int]) -> tuple[list[int], list[int], list[bool]]:
+        """Ids, segment ids and payload marks of one sequence holding the given tokens."""
+        size = -(-len(payload) // self.num_payloads)
+        parts = [payload[i * size : (i + 1) * size] for i in range(self.num_payloads)]
+        ids, types, marks = list(self.fixed[0]), [self.segments[0]] * len(self.fixed[0]), []
+        marks = [False] * len(ids)
+        for i, part in enumerate(parts):
+            after = self.fixed[i + 1]
+            ids += [*part, *after]
+            types += [self.segments[2 * i + 1]] * len(part) + [self.segments[2 * i + 2]] * len(
+                after
+            )
+            marks += [True] * len(part) + [False] * len(after)
+        return ids, types, marks
+
+
+def _find(ids: list[int], part: list[int], start: int) -> int:
+    for at in range(start, len(ids) - len(part) + 1):
+        if ids[at : at + len(part)] == part:
+            return at
+    raise ProbeError(
+        f"The tokenizer's encoding {ids} doesn't contain its own payload {part}.",
+        why="the places of its special tokens can't be read off.",
+        way_out="pass probe='public' with a public_dataset.",
+    )
+
+
+@dataclass(frozen=True)
+class ZipfTokenProbe:
+    """Sequences of tokens drawn by Zipf's law (Alg. 4, with the frequency weights of section 4.2).
+
+    Attributes:
+        template: Special tokens, padding and segments.
+        payload_ids: Admissible tokens, commonest first.
+        labels: The head's label space.
+        min_length: Shortest sequence, special tokens included.
+        max_length: Longest sequence, special tokens included.
+        exponent: p(rank) ∝ rank^-exponent; 0 is the uniform law.
+    """
+
+    template: SequenceTemplate
+    payload_ids: tuple[int, ...]
+    labels: LabelSpace
+    min_length: int
+    max_length: int
+    exponent: float = 1.0
+    is_data_free: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        shortest = self.template.num_fixed + self.template.num_payloads
+        if not shortest <= self.min_length <= self.max_length:
+            raise ConfigurationError(
+                f"probe_min_length={self.min_length}, probe_max_length={self.max_length}.",
+                why=f"a sequence needs its special tokens and a payload, {shortest} tokens, and "
+                "lengths are drawn between the two.",
+                way_out=f"choose {shortest} ≤ probe_min_length ≤ probe_max_length.",
+            )
+
+    @classmethod
+    def for_model(
+        cls,
+        model: nn.Module,
+        tokenizer: Any,
+        *,
+        min_length: int | None = None,
+        max_length: int | None = None,
+        pair: bool = False,
+        exponent: float = 1.0,
+    ) -> ZipfTokenProbe:
+        """A probe for this model and tokenizer; lengths come from their limits, never from data."""
+        config = unwrapped(model).config
+        payload_ids = ranked_payload_ids(tokenizer, getattr(config, "vocab_size", None))
+        template = SequenceTemplate.of(tokenizer, pair=pair)
+        shortest = template.num_fixed + template.num_payloads
+        limits = [DEFAULT_MAX_LENGTH, tokenizer.model_max_length]
+        limits += [n for n in [getattr(config, "max_position_embeddings", None)] if n]
+        max_length = int(min(limits)) if max_length is None else max_length
+        min_length = min(shortest + 1, max_length) if min_length is None else min_length
+        labels = LabelSpace.of(model)
+        return cls(template, tuple(payload_ids), labels, min_length, max_length, exponent)
+
+    def batches(
+        self, num_batches: int, batch_size: int, generator: torch.Generator
+    ) -> Iterator[Batch]:
+        """Batches of similar lengths: all lengths are drawn first and sorted, to pad little."""
+        total = num_batches * batch_size
+        lengths = torch.randint(self.min_length, self.max_length + 1, (total,), generator=generator)
+        if self.template.pad_id is None:
+            lengths = lengths[::batch_size].repeat_interleave(batch_size)
+        for chunk in lengths.sort().values.split(batch_size):
+            yield self._batch(chunk.tolist(), generator)
+
+    def _batch(self, lengths: list[int], generator: torch.Generator) -> Batch:
+        sizes = [length - self.template.num_fixed for length in lengths]
+        tokens = self._draw_tokens(sum(sizes), generator).split(sizes)
+        rows = [self.template.fill(part.tolist()) for part in tokens]
+        width, pad = max(lengths), self.template.pad_id or 0
+        ids = self._pad([row[0] for row in rows], width, pad)
+        payload = self._pad([row[2] for row in rows], width, False)
+        inputs: Batch = {"input_ids": ids}
+        if "attention_mask" in self.template.names:
+            inputs["attention_mask"] = self._pad([[1] * n for n in lengths], width, 0)
+        if "token_type_ids" in self.template.names:
+            inputs["token_type_ids"] = self._pad([row[1] for row in rows], width, 0)
+        return inputs | self.labels.draw_for_tokens(ids, payload, self.template.mask_id, generator)
+
+    def _draw_tokens(self, count: int, generator: torch.Generator) -> Tensor:
+        ranks = torch.arange(1, len(self.payload_ids) + 1, dtype=torch.float64)
+        # Inverse transform on the cumulative weights: multinomial has a limit of 2^24 categories
+        # and this is faster.
+        cumulative = ranks.pow(-self.exponent).cumsum(0)
+        uniform = torch.rand(count, generator=generator, dtype=torch.float64) * cumulative[-1]
+        at = torch.searchsorted(cumulative, uniform, right=True).clamp(max=len(ranks) - 1)
+        return torch.tensor(self.payload_ids)[at]
+
+    def _pad(self, rows: list[list[Any]], width: int, value: Any) -> Tensor:
+        left = self.template.pads_left
+        padded = [
+            [value] * (width - len(row)) + row if left else row + [value] * (width - len(row))
+            for row in rows
+        ]
+        return torch.tensor(padded)
+
+
+@dataclass(frozen=True)
+class UniformTokenProbe(ZipfTokenProbe):
+    """Sequences of tokens drawn uniformly (Alg. 4 to the letter)."""
+
+    exponent: float = 0.0
+
+    @classmethod
+    def for_model(cls, model: nn.Module, tokenizer: Any, **options: Any) -> UniformTokenProbe:
+        """As for Zipf, with exponent 0."""
+        return super().for_model(model, tokenizer, **{**options, "exponent": 0.0})  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class PinkNoiseProbe:
+    """Images whose amplitude falls with spatial frequency f as f^-alpha (Alg. 3).
+
+    The power spectrum falls with slope -2·alpha. Each image has the given mean and standard
+    deviation; 0 and 1 are those of normalised ``pixel_values``.
+    """
+
+    height: int
+    width: int
+    channels: int
+    labels: LabelSpace
+    alpha: float = 1.0
+    mean: tuple[float, ...] = (0.0,)
+    std: tuple[float, ...] = (1.0,)
+    is_data_free: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if min(self.height, self.width, self.channels) < 1 or self.height * self.width < 2:
+            raise ProbeError(
+                f"Images of {self.channels} channels, {self.height}×{self.width} pixels.",
+                why="noise needs at least one channel and two pixels to have a spectrum.",
+                way_out="give num_channels and image_size in the model's configuration, or a "
+                "positive height, width and channels.",
+            )
+
+    @classmethod
+    def for_model(
+        cls, model: nn.Module, image_processor: Any = None, *, alpha: float = 1.0
+    ) -> PinkNoiseProbe:
+        """A probe of the model's image size, in the processor's scale.
+
+        A processor that normalises gives zero mean and unit deviation; one that doesn't leaves
+        pixels around its ``image_mean`` and ``image_std``.
+        """
+        config = unwrapped(model).config
+        height, width = _image_size(config, image_processor)
+        channels = getattr(config, "num_channels", 0)
+        scale: dict[str, Any] = {}
+        if image_processor is not None and not getattr(image_processor, "do_normalize", True):
+            scale["mean"] = tuple(image_processor.image_mean or (0.5,))
+            scale["std"] = tuple(image_processor.image_std or (0.25,))
+        return cls(height, width, channels, LabelSpace.of(model), alpha=alpha, **scale)
+
+    def batches(
+        self, num_batches: int, batch_size: int, generator: torch.Generator
+    ) -> Iterator[Batch]:
+        """Batches of pixel_values with labels."""
+        for _ in range(num_batches):
+            pixel_values = self._images(batch_size, generator)
+            yield {"pixel_values": pixel_values, "labels": self.labels.draw(batch_size, generator)}
+
+    def _images(self, batch_size: int, generator: torch.Generator) -> Tensor:
+        white = torch.randn(batch_size, self.channels, self.height, self.width, generator=generator)
+        colored = torch.fft.ifft2(torch.fft.fft2(white) * self._amplitude()).real
+        centred = colored - colored.mean((1, 2, 3), keepdim=True)
+        unit = centred / centred.std((1, 2, 3), keepdim=True).clamp(min=1e-12)
+        return unit * torch.tensor(self.std).view(1, -1, 1, 1) + torch.tensor(self.mean).view(
+            1, -1, 1, 1
+        )
+
+    def _amplitude(self) -> Tensor:
+        """f^-alpha on the grid of frequencies in cycles per pixel; nothing at f = 0."""
+        f_y, f_x = torch.fft.fftfreq(self.height), torch.fft.fftfreq(self.width)
+        radius = (f_y[:, None].square() + f_x.square()).sqrt()
+        amplitude = radius.clamp(min=1e-12).pow(-self.alpha)
+        amplitude[0, 0] = 0.0
+        return amplitude
+
+
+@dataclass(frozen=True)
+class WhiteNoiseProbe(PinkNoiseProbe):
+    """Images of independent pixels: pink noise with a flat spectrum."""
+
+    alpha: float = 0.0
+
+
+def _image_size(config: Any, image_processor: Any) -> tuple[int, int]:
+    size = getattr(config, "image_size", None)
+    if size is None and image_processor is not None:
+        given = getattr(image_processor, "crop_size", None) or image_processor.size
+        size = (
+            given.get("height") or given.get("shortest_edge"),
+            given.get("width") or given.get("shortest_edge"),
+        )
+    if size is None:
+        raise ProbeError(
+            f"{type(config).__name__} has no image_size and no image processor was given.",
+            why="the size of a noise image must come from the model, never from the data.",
+            way_out="pass the checkpoint's image processor as processing_class, or set "
+            "config.image_size.",
+        )
+    return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
+
+
+@dataclass(frozen=True)
+class PublicDataProbe:
+    """Batches of a public data set through the user's collator.
+
+    Not data-free: the factors see these records, so they must be public. Labels are synthetic
+    where ``labels`` is given, since a public set's labels rarely mean what the head predicts.
+    """
+
+    dataset: Sequence[Any]
+    collate: Callable[[list[Any]], Mapping[str, Tensor]]
+    labels: LabelSpace | None = None
+    is_data_free: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if len(self.dataset) == 0:
+            raise ProbeError(
+                "public_dataset is empty.",
+                why="there is nothing to estimate the factors from.",
+                way_out="pass a public data set with at least one record, or probe='auto'.",
+            )
+
+    def batches(
+        self, num_batches: int, batch_size: int, generator: torch.Generator
+    ) -> Iterator[Batch]:
+        """Batches of records drawn with replacement."""
+        for _ in range(num_batches):
+            at = torch.randint(len(self.dataset), (batch_size,), generator=generator)
+            inputs = dict(self.collate([self.dataset[i] for i in at.tolist()]))
+            if self.labels is not None and inputs.get("labels", torch.empty(0)).dim() <= 2:
+                inputs |= self._relabelled(inputs, generator)
+            yield inputs
+
+    def _relabelled(self, inputs: Mapping[str, Tensor], generator: torch.Generator) -> Batch:
+        assert self.labels is not None
+        if "input_ids" not in inputs:
+            return {"labels": self.labels.draw(len(next(iter(inputs.values()))), generator)}
+        ids = inputs["input_ids"]
+        payload = inputs.get("attention_mask", torch.ones_like(ids)).bool()
+        return self.labels.draw_for_tokens(ids, payload, None, generator)

@@ -1,0 +1,1 @@
+"""Which module is handled how, and the capture of (a, δ) that both streams use."""

@@ -1,0 +1,309 @@
+"""One forward and one backward pass that keep (a, δ) of every block, and no weight gradients."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from opacus.grad_sample import GradSampleModule
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+from hf_dpkfc.errors import UnsupportedLayerError
+from hf_dpkfc.layers.gradients import (
+    DenseGradient,
+    OuterGradient,
+    PerSampleGradient,
+    RowGradient,
+    TiedGradient,
+)
+from hf_dpkfc.layers.layout import (
+    accumulation_dtype,
+    conv_input_patches,
+    conv_output_positions,
+    ids_to_positions,
+    to_positions,
+)
+from hf_dpkfc.layers.routes import Block, Form, Kind, RouteTable, Use
+
+# (model, inputs) -> the loss of each example, [batch].
+PerExampleLoss = Callable[[nn.Module, Mapping[str, Any]], Tensor]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a module: what it saw and, after the backward pass, what came back."""
+
+    a: Tensor
+    delta: Tensor
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A pass over one micro-batch: the losses, and a gradient for each block that was reached.
+
+    ``losses`` is a private quantity: nothing but clipping may look at it.
+    """
+
+    losses: Tensor
+    calls: Mapping[str, list[Call]]
+    model: nn.Module
+
+    @property
+    def batch_size(self) -> int:
+        """Number of examples in the pass."""
+        return len(self.losses)
+
+    def gradient(self, block: Block) -> PerSampleGradient | None:
+        """The block's per-sample gradients; None if the loss doesn't depend on the block."""
+        parts = [
+            (use, self.model.get_submodule(use.module), call)
+            for use in block.uses
+            for call in self.calls.get(_key(use, block), [])
+        ]
+        if not parts:
+            return None
+        return _FORMS[block.form](block, parts, self.batch_size)
+
+
+def capture(
+    model: nn.Module,
+    table: RouteTable,
+    per_example_loss: PerExampleLoss,
+    inputs: Mapping[str, Any],
+    batch_size: int,
+) -> Captured:
+    """Run the model on one micro-batch and keep (a, δ) for every block of the table.
+
+    Weight gradients aren't computed: autograd is only asked for the gradients at the modules'
+    outputs. No ``.grad`` is touched and no hook stays behind.
+    """
+    recorder = _Recorder(model, table, batch_size)
+    with recorder.attached():
+        losses = per_example_loss(model, inputs)
+    return Captured(losses.detach(), recorder.backward(losses), model)
+
+
+def _key(use: Use, block: Block) -> str:
+    """Where a use's calls are kept; a bare parameter has a place of its own."""
+    return block.name if use.kind is Kind.BROADCAST else use.module
+
+
+class _Recorder:
+    """Hooks for one pass. State lives here and dies with the pass, never on the model."""
+
+    def __init__(self, model: nn.Module, table: RouteTable, batch_size: int) -> None:
+        self.model = model
+        self.batch_size = batch_size
+        self.uses = {_key(use, block): (use, block) for block in table.blocks for use in block.uses}
+        self.seen: list[tuple[str, Tensor, int, GradientEdge]] = []
+        self.swapped: list[tuple[nn.Module, str, Any]] = []
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        handles = [
+            h for key, (use, block) in self.uses.items() for h in self._hook(key, use, block)
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._restore()
+
+    def _hook(self, key: str, use: Use, block: Block) -> list[RemovableHandle]:
+        module = self.model.get_submodule(use.module)
+        if use.kind is Kind.BROADCAST:
+            attribute = next(iter(block.parameters)).rpartition(".")[2]
+            before = module.register_forward_pre_hook(
+                lambda owner, _: self._swap(key, owner, attribute)
+            )
+            return [before, module.register_forward_hook(lambda *_: self._restore())]
+        after = module.register_forward_hook(
+            lambda m, args, kwargs, output: self._record(key, m, args, kwargs, output),
+            with_kwargs=True,
+        )
+        if use.kind is not Kind.EMBEDDING:
+            return [after]
+        return [module.register_forward_pre_hook(self._expand_ids), after]
+
+    def _swap(self, key: str, owner: nn.Module, attribute: str) -> None:
+        """Give every example its own copy of a bare parameter, so that δ comes back per example."""
+        parameter = owner._parameters[attribute]
+        assert parameter is not None
+        expanded = parameter.expand(self.batch_size, *parameter.shape[1:])
+        self.swapped.append((owner, attribute, parameter))
+        owner._parameters[attribute] = expanded  # type: ignore[assignment]
+        self.seen.append((key, parameter, parameter._version, get_gradient_edge(expanded)))
+
+    def _restore(self) -> None:
+        while self.swapped:
+            owner, attribute, parameter = self.swapped.pop()
+            owner._parameters[attribute] = parameter
+
+    def _expand_ids(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Position ids often come as [1, T] and are broadcast; per example they must be [B, T]."""
+        if args and args[0].dim() > 1 and len(args[0]) == 1 and self.batch_size > 1:
+            return (args[0].expand(self.batch_size, *args[0].shape[1:]), *args[1:])
+        return None
+
+    def _record(
+        self,
+        key: str,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        output: Any,
+    ) -> None:
+        a = args[0] if args else next(iter(kwargs.values()))
+        if not torch.is_grad_enabled():
+            return
+        if not isinstance(output, Tensor) or output.shape[0] % self.batch_size:
+            shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+            raise _unbatched(key, module, shape, self.batch_size)
+        if len(output) == 1 < self.batch_size:
+            raise _unbatched(key, module, tuple(output.shape), self.batch_size)
+        self.seen.append((key, a.detach(), a._version, get_gradient_edge(output)))
+
+    def backward(self, losses: Tensor) -> dict[str, list[Call]]:
+        """δ for every recorded call, from one backward pass of the summed losses."""
+        if losses.shape != (self.batch_size,):
+            raise UnsupportedLayerError(
+                f"The per-example loss has shape {tuple(losses.shape)}, not ({self.batch_size},).",
+                why="clipping bounds each example's own loss gradient; a mean or a sum over the "
+                "batch can't be taken apart again.",
+                way_out="return one loss per example from per_example_loss(outputs, inputs).",
+            )
+        # The sum, not the mean: δ must be that of each example's own loss.
+        edges = [edge for *_, edge in self.seen]
+        deltas = torch.autograd.grad(losses.sum(), edges, allow_unused=True)
+        calls: dict[str, list[Call]] = defaultdict(list)
+        for (key, a, version, _), delta in zip(self.seen, deltas, strict=True):
+            if a._version != version:
+                raise _overwritten(key)
+            if delta is not None:
+                calls[key].append(Call(a, delta))
+        self.seen.clear()
+        return calls
+
+
+def _unbatched(
+    key: str, module: nn.Module, shape: object, batch_size: int
+) -> UnsupportedLayerError:
+    return UnsupportedLayerError(
+        f"{key} ({type(module).__name__}) gave an output of {shape} in a batch of {batch_size}.",
+        why="its first dimension isn't the batch, so gradients can't be told apart by example.",
+        way_out="freeze the module with requires_grad_(False).",
+    )
+
+
+def _overwritten(key: str) -> UnsupportedLayerError:
+    return UnsupportedLayerError(
+        f"The input of {key} was overwritten in place after the module had read it.",
+        why="its per-sample gradient would be computed from the wrong values.",
+        way_out="use the out-of-place form of the operation (inplace=False).",
+    )
+
+
+_Parts = list[tuple[Use, nn.Module, Call]]
+
+
+def _outer(block: Block, parts: _Parts, batch_size: int) -> OuterGradient:
+    """Calls of one matrix are positions of one sequence: cross terms come for free."""
+    use, first, _ = parts[0]
+    groups = first.groups if isinstance(first, nn.Conv2d) else 1
+    inputs, deltas = zip(*(_outer_pair(m, call, batch_size) for _, m, call in parts), strict=True)
+    delta = deltas[0] if len(deltas) == 1 else torch.cat(deltas, dim=1)
+    if use.covers_weight:
+        a = inputs[0] if len(inputs) == 1 else torch.cat(inputs, dim=1)
+    else:
+        a = delta.new_empty(*delta.shape[:2], 0)
+    ones = delta.new_ones(1, 1, 1).expand(*delta.shape[:2], 1) if use.covers_bias else None
+    return OuterGradient(a, delta, ones, groups)
+
+
+def _outer_pair(module: nn.Module, call: Call, batch_size: int) -> tuple[Tensor, Tensor]:
+    if isinstance(module, nn.Conv2d):
+        return conv_input_patches(module, call.a), conv_output_positions(module, call.delta)
+    return to_positions(call.a, batch_size), to_positions(call.delta, batch_size)
+
+
+def _rows(block: Block, parts: _Parts, batch_size: int) -> RowGradient:
+    ids, deltas = [], []
+    for _, module, call in parts:
+        assert isinstance(module, nn.Embedding)
+        ids.append(ids_to_positions(call.a, batch_size))
+        delta = to_positions(call.delta, batch_size)
+        if module.padding_idx is not None:  # torch gives this row no gradient
+            delta = delta.masked_fill((ids[-1] == module.padding_idx).unsqueeze(-1), 0)
+        deltas.append(delta)
+    num_rows = next(iter(block.parameters.values()))[0]
+    return RowGradient(torch.cat(ids, dim=1), torch.cat(deltas, dim=1), num_rows)
+
+
+def _tied(block: Block, parts: _Parts, batch_size: int) -> PerSampleGradient:
+    embedded = [part for part in parts if part[0].kind is Kind.EMBEDDING]
+    projected = [part for part in parts if part[0].kind is not Kind.EMBEDDING]
+    if not projected:
+        return _rows(block, embedded, batch_size)
+    if not embedded:
+        return _outer(block, projected, batch_size)
+    return TiedGradient(_rows(block, embedded, batch_size), _outer(block, projected, batch_size))
+
+
+def _dense(block: Block, parts: _Parts, batch_size: int) -> DenseGradient:
+    """Small parameters, explicitly; several calls add up."""
+    total: Tensor | None = None
+    for use, module, call in parts:
+        grads = _explicit(use, module, call, batch_size)
+        flat = torch.cat([g.reshape(batch_size, -1) for g in grads], dim=1)
+        total = flat if total is None else total + flat
+    assert total is not None
+    return DenseGradient(total)
+
+
+def _explicit(use: Use, module: nn.Module, call: Call, batch_size: int) -> list[Tensor]:
+    dtype = accumulation_dtype(call.delta.dtype)
+    delta = call.delta.to(dtype)
+    if use.kind is Kind.BROADCAST:
+        return [delta]
+    a = call.a.to(dtype) if call.a.is_floating_point() else call.a
+    a = a.reshape(batch_size, -1, *a.shape[1:]) if len(a) != batch_size else a
+    delta = delta.reshape(batch_size, -1, *delta.shape[1:]) if len(delta) != batch_size else delta
+    trainable = [p for p in module.parameters(recurse=False) if p.requires_grad]
+    if use.kind is Kind.SAMPLER:
+        sampler = GradSampleModule.GRAD_SAMPLERS[type(module)]
+        grads = sampler(module, [a], delta)
+        return [grads[p].to(dtype) for p in trainable]
+    return _vjp_per_example(module, a, delta)
+
+
+def _vjp_per_example(module: nn.Module, a: Tensor, delta: Tensor) -> list[Tensor]:
+    """The module's own forward, differentiated for one example at a time by vmap."""
+    parameters = {
+        name: p.detach().to(delta.dtype)
+        for name, p in module.named_parameters(recurse=False)
+        if p.requires_grad
+    }
+
+    def one(a_i: Tensor, delta_i: Tensor) -> dict[str, Tensor]:
+        def forward(values: dict[str, Tensor]) -> Tensor:
+            return torch.func.functional_call(module, values, (a_i.unsqueeze(0),))
+
+        pull_back = torch.func.vjp(forward, parameters)[1]
+        return pull_back(delta_i.unsqueeze(0))[0]
+
+    return list(torch.func.vmap(one)(a, delta).values())
+
+
+_FORMS: Mapping[Form, Callable[[Block, _Parts, int], PerSampleGradient]] = {
+    Form.OUTER: _outer,
+    Form.ROWS: _rows,
+    Form.TIED: _tied,
+    Form.DENSE: _dense,
+}

@@ -1,0 +1,62 @@
+"""The door: whatever a module saw and sent back becomes ``[batch, position, feature]`` here."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Norms and sums are taken in float32 at least: bf16 norms come out up to 0.5 % short."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def to_positions(x: Tensor, batch_size: int) -> Tensor:
+    """[batch, ..., feature] or [batch·k, ..., feature] as [batch, position, feature]."""
+    return x.to(accumulation_dtype(x.dtype)).reshape(batch_size, -1, x.shape[-1])
+
+
+def ids_to_positions(ids: Tensor, batch_size: int) -> Tensor:
+    """Row numbers of any shape as [batch, position]."""
+    return ids.reshape(batch_size, -1)
+
+
+def conv_input_patches(module: nn.Conv2d, x: Tensor) -> Tensor:
+    """im2col: [batch, channel, height, width] as [batch·groups, patch, channel/groups·kh·kw]."""
+    x = x.to(accumulation_dtype(x.dtype))
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    columns = F.unfold(
+        F.pad(x, _conv_padding(module), mode=mode),
+        kernel_size=module.kernel_size,
+        dilation=module.dilation,
+        stride=module.stride,
+    )
+    return _split_groups(columns, module.groups)
+
+
+def conv_output_positions(module: nn.Conv2d, delta: Tensor) -> Tensor:
+    """[batch, channel, height, width] as [batch·groups, patch, channel/groups]."""
+    return _split_groups(delta.to(accumulation_dtype(delta.dtype)).flatten(2), module.groups)
+
+
+def _split_groups(x: Tensor, groups: int) -> Tensor:
+    """[batch, groups·feature, position] as [batch·groups, position, feature]."""
+    batch, features, positions = x.shape
+    return x.reshape(batch * groups, features // groups, positions).mT
+
+
+def _conv_padding(module: nn.Conv2d) -> list[int]:
+    """Left, right, top, bottom, as F.pad wants it (last dimension first)."""
+    if module.padding == "valid":
+        return [0, 0, 0, 0]
+    pads: list[int] = []
+    for axis in (1, 0):
+        if module.padding == "same":
+            total = module.dilation[axis] * (module.kernel_size[axis] - 1)
+            pads += [total // 2, total - total // 2]
+        else:
+            amount = module.padding[axis]
+            assert isinstance(amount, int)
+            pads += [amount, amount]
+    return pads

@@ -1,0 +1,180 @@
+"""The loss of each example, from the logits of Hugging Face's heads.
+
+HF's own losses average over the batch (and LM losses over all its tokens), which makes one
+example's gradient depend on its neighbours. Here every example is normalised by itself alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hf_dpkfc.errors import UnsupportedTaskError
+
+IGNORED_LABEL = -100
+
+
+class Task(StrEnum):
+    """What a head predicts, hence which loss and which labels belong to it."""
+
+    SINGLE_LABEL = "single_label_classification"
+    MULTI_LABEL = "multi_label_classification"
+    REGRESSION = "regression"
+    TOKEN_LABEL = "token_classification"
+    SPAN = "question_answering"
+    MASKED_LM = "masked_lm"
+    CAUSAL_LM = "causal_lm"
+
+
+_TOKEN_HEADS = {
+    "ForTokenClassification": Task.TOKEN_LABEL,
+    "ForQuestionAnswering": Task.SPAN,
+    "ForMaskedLM": Task.MASKED_LM,
+    "ForCausalLM": Task.CAUSAL_LM,
+    "LMHeadModel": Task.CAUSAL_LM,
+}
+_CLASSIFIERS = (
+    "ForSequenceClassification",
+    "ForImageClassification",
+    "ForAudioClassification",
+    "ForVideoClassification",
+)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside a PEFT wrapper, or the model itself."""
+    inner = getattr(model, "get_base_model", None)
+    return inner() if callable(inner) else model
+
+
+def task_of(model: nn.Module) -> Task:
+    """The task of a model's head, read from its class name and configuration.
+
+    Raises:
+        UnsupportedTaskError: For a head without a known per-example loss.
+    """
+    model = unwrapped(model)
+    for cls in type(model).__mro__:
+        for suffix, task in _TOKEN_HEADS.items():
+            if cls.__name__.endswith(suffix):
+                return task
+        if cls.__name__.endswith(_CLASSIFIERS):
+            return _classification_task(model.config)
+    raise UnsupportedTaskError(
+        f"No per-example loss is known for {type(model).__name__}.",
+        why="each example's own loss gradient is what clipping bounds, and the head's loss "
+        "averages over the batch.",
+        way_out="pass per_example_loss=fn with fn(outputs, inputs) -> [batch], for instance "
+        "lambda out, x: torch.nn.functional.cross_entropy(out.logits, x['labels'], "
+        "reduction='none').",
+    )
+
+
+def _classification_task(config: Any) -> Task:
+    if config.problem_type is not None:
+        return Task(config.problem_type)
+    return Task.REGRESSION if config.num_labels == 1 else Task.SINGLE_LABEL
+
+
+@dataclass(frozen=True)
+class TaskLoss:
+    """(model, inputs) -> losses [batch] for one of the known tasks."""
+
+    task: Task
+
+    def __call__(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+        """The loss of each example; 0 for one whose labels are all ignored."""
+        targets = {k: v for k, v in inputs.items() if k in _TARGETS}
+        features = {k: v for k, v in inputs.items() if k not in _TARGETS}
+        if self.task is Task.CAUSAL_LM:
+            features = _with_position_ids(model, features)
+        return _LOSSES[self.task](model(**features), targets)
+
+
+@dataclass(frozen=True)
+class CustomLoss:
+    """(model, inputs) -> losses [batch] from a user's ``per_example_loss(outputs, inputs)``."""
+
+    per_example_loss: Callable[[Any, Mapping[str, Any]], Tensor]
+
+    def __call__(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+        """What the user's function makes of the model's outputs."""
+        return self.per_example_loss(model(**inputs), inputs)
+
+
+_TARGETS = ("labels", "start_positions", "end_positions")
+
+
+def _with_position_ids(model: nn.Module, features: dict[str, Any]) -> dict[str, Any]:
+    """Positions counted from the mask: left padding shifts them by the neighbours' lengths."""
+    mask = features.get("attention_mask")
+    accepted = inspect.signature(unwrapped(model).forward).parameters
+    if mask is None or "position_ids" in features or "position_ids" not in accepted:
+        return features
+    return {**features, "position_ids": (mask.long().cumsum(-1) - 1).clamp(min=0)}
+
+
+def _flat_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean over an example's own labelled positions, [batch]."""
+    losses = F.cross_entropy(
+        logits.flatten(0, 1).float() if logits.dtype == torch.bfloat16 else logits.flatten(0, 1),
+        labels.flatten(),
+        reduction="none",
+        ignore_index=IGNORED_LABEL,
+    ).view(labels.shape)
+    return losses.sum(1) / (labels != IGNORED_LABEL).sum(1).clamp(min=1)
+
+
+def _single_label(outputs: Any, targets: Mapping[str, Tensor]) -> Tensor:
+    return F.cross_entropy(
+        outputs.logits, targets["labels"].view(-1), reduction="none", ignore_index=IGNORED_LABEL
+    )
+
+
+def _multi_label(outputs: Any, targets: Mapping[str, Tensor]) -> Tensor:
+    labels = targets["labels"].to(outputs.logits.dtype)
+    return F.binary_cross_entropy_with_logits(outputs.logits, labels, reduction="none").mean(-1)
+
+
+def _regression(outputs: Any, targets: Mapping[str, Tensor]) -> Tensor:
+    logits = outputs.logits
+    return (logits - targets["labels"].to(logits.dtype).view_as(logits)).square().mean(-1)
+
+
+def _token_label(outputs: Any, targets: Mapping[str, Tensor]) -> Tensor:
+    return _flat_cross_entropy(outputs.logits, targets["labels"])
+
+
+def _causal_lm(outputs: Any, targets: Mapping[str, Tensor]) -> Tensor:
+    return _flat_cross_entropy(outputs.logits[:, :-1], targets["labels"][:, 1:])
+
+
+def _span(outputs: Any, targets: Mapping[str, Tensor]) -> Tensor:
+    """Mean of both ends; positions outside the window are ignored, as HF does."""
+    length = outputs.start_logits.shape[1]
+    ends = []
+    for logits, key in (
+        (outputs.start_logits, "start_positions"),
+        (outputs.end_logits, "end_positions"),
+    ):
+        position = targets[key].view(-1).clamp(0, length)
+        ends.append(F.cross_entropy(logits, position, reduction="none", ignore_index=length))
+    return (ends[0] + ends[1]) / 2
+
+
+_LOSSES: Mapping[Task, Callable[[Any, Mapping[str, Tensor]], Tensor]] = {
+    Task.SINGLE_LABEL: _single_label,
+    Task.MULTI_LABEL: _multi_label,
+    Task.REGRESSION: _regression,
+    Task.TOKEN_LABEL: _token_label,
+    Task.SPAN: _span,
+    Task.MASKED_LM: _token_label,
+    Task.CAUSAL_LM: _causal_lm,
+}

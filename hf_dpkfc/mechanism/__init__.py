@@ -1,0 +1,1 @@
+"""The private stream: Poisson draws, clipped sums, and the only place that draws noise."""

@@ -1,0 +1,150 @@
+"""The preconditioned clipped sum, and the sensitivity that it is born with (Alg. 2).
+
+Guarantees, each with a test of the same name:
+- adding or removing one example moves the sum by at most its ``sensitivity``;
+- a non-finite example contributes exactly zero and leaves the others unchanged;
+- an empty batch gives zeros;
+- micro-batches add up to the same sum as one batch;
+- norms and sums are float32 at least, whatever the model's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_dpkfc.curvature.preconditioner import GramCache, Preconditioner
+from hf_dpkfc.errors import ConfigurationError
+from hf_dpkfc.layers.capture import Captured, PerExampleLoss, capture
+from hf_dpkfc.layers.gradients import PerSampleGradient
+from hf_dpkfc.layers.layout import accumulation_dtype
+from hf_dpkfc.layers.routes import Block, RouteTable
+
+
+@dataclass(frozen=True)
+class ClippedSum:
+    """Σ_i clip_C(U g_i), by parameter name, together with its sensitivity C.
+
+    A private quantity: it may only be passed on to :func:`hf_dpkfc.mechanism.noise.privatize`.
+    """
+
+    values: Mapping[str, Tensor]
+    sensitivity: float
+
+    def __add__(self, other: ClippedSum) -> ClippedSum:
+        if other.sensitivity != self.sensitivity:
+            raise ConfigurationError(
+                f"Sums of sensitivity {self.sensitivity} and {other.sensitivity} were added.",
+                why="the noise is scaled to one clip norm.",
+                way_out="clip all micro-batches of a step to the same norm.",
+            )
+        total = {name: value + other.values[name] for name, value in self.values.items()}
+        return replace(self, values=total)
+
+
+@dataclass(frozen=True)
+class Clipper:
+    """Sums of clipped, preconditioned per-sample gradients of one model.
+
+    Attributes:
+        model: Unwrapped: no DDP around it.
+        table: Its routes, all covered.
+        preconditioner: Made without private data; on the model's device.
+        per_example_loss: (model, inputs) -> [batch].
+        clip_norm: C, the sensitivity of every sum.
+    """
+
+    model: nn.Module
+    table: RouteTable
+    preconditioner: Preconditioner
+    per_example_loss: PerExampleLoss
+    clip_norm: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.clip_norm < float("inf"):
+            raise ConfigurationError(
+                f"clip_norm={self.clip_norm}.",
+                why="noise is scaled to it: without a positive, finite bound there is no "
+                "guarantee.",
+                way_out="choose clip_norm > 0, for instance 1.0.",
+            )
+        self.table.require_covered()
+
+    @cached_property
+    def margin(self) -> float:
+        """Share of C kept free, so that rounding can't carry an example over it.
+
+        2^10 ulp for norms above the cancellation floor (gradients.cancellation_floor), and 16
+        ulp times the preconditioner's condition number for applying roots to vectors and to the
+        sum.
+        """
+        eps = torch.finfo(self._dtype).eps
+        return min(0.5, (2.0**10 + 16 * self.preconditioner.condition()) * eps)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return accumulation_dtype(next(self.model.parameters()).dtype)
+
+    def sum_of(self, micro_batches: Iterable[tuple[Mapping[str, Any], int]]) -> ClippedSum:
+        """The clipped sum over one logical batch.
+
+        Args:
+            micro_batches: Model inputs and number of examples of each; may be empty.
+        """
+        bound = self.clip_norm * (1 - self.margin)
+        totals: dict[str, Tensor] = {}
+        for inputs, size in micro_batches:
+            if size > 0:
+                self._accumulate(totals, inputs, size, bound)
+        return ClippedSum(self._preconditioned(totals), self.clip_norm)
+
+    def _accumulate(
+        self, totals: dict[str, Tensor], inputs: Mapping[str, Any], size: int, bound: float
+    ) -> None:
+        """Add one micro-batch's weighted gradients, not yet preconditioned, by block name."""
+        captured = capture(self.model, self.table, self.per_example_loss, inputs, size)
+        gradients = self._gradients(captured)
+        weights, broken = self._clip_weights(captured, gradients, bound)
+        for block, gradient in gradients:
+            clean = gradient.without(broken) if broken.any() else gradient
+            part = clean.weighted_sum(weights)
+            totals[block.name] = totals[block.name].add_(part) if block.name in totals else part
+
+    def _gradients(self, captured: Captured) -> list[tuple[Block, PerSampleGradient]]:
+        pairs = ((block, captured.gradient(block)) for block in self.table)
+        return [(block, gradient) for block, gradient in pairs if gradient is not None]
+
+    def _clip_weights(
+        self,
+        captured: Captured,
+        gradients: list[tuple[Block, PerSampleGradient]],
+        bound: float,
+    ) -> tuple[Tensor, Tensor]:
+        """min(1, C/‖U g_i‖) for each example, and which ones aren't finite."""
+        grams: GramCache = {}
+        sq_norms = captured.losses.new_zeros(captured.batch_size, dtype=self._dtype)
+        for block, gradient in gradients:
+            sq_norms = sq_norms + self.preconditioner[block.name].sq_norms(gradient, grams)
+        broken = ~(torch.isfinite(sq_norms) & torch.isfinite(captured.losses))
+        weights = (bound / sq_norms.sqrt()).clamp(max=1.0)
+        return weights.masked_fill(broken, 0.0), broken
+
+    def _preconditioned(self, totals: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """U applied once, to the sum: Σ c_i U g_i = U Σ c_i g_i."""
+        device = next(self.model.parameters()).device
+        values: dict[str, Tensor] = {}
+        for block in self.table:
+            if block.name in totals:
+                moved = self.preconditioner[block.name].apply(totals[block.name])
+                values |= block.split(moved)
+            else:
+                values |= {
+                    name: torch.zeros(shape, dtype=self._dtype, device=device)
+                    for name, shape in block.parameters.items()
+                }
+        return values

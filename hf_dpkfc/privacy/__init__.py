@@ -1,0 +1,1 @@
+"""ε and δ: accounting, the frozen plan, the write-ahead ledger. No tensors in here."""
