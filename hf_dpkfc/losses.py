@@ -91,7 +91,7 @@ class TaskLoss:
 
     def __call__(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
         """The loss of each example; 0 for one whose labels are all ignored."""
-        targets = {k: v for k, v in inputs.items() if k in _TARGETS}
+        targets = {k: v for k, v in inputs.items() if k in (*_TARGETS, "attention_mask")}
         features = {k: v for k, v in inputs.items() if k not in _TARGETS}
         if self.task is Task.CAUSAL_LM:
             features = _with_position_ids(model, features)
@@ -153,7 +153,11 @@ def _token_label(outputs: Any, targets: Mapping[str, Tensor]) -> Tensor:
 
 
 def _causal_lm(outputs: Any, targets: Mapping[str, Tensor]) -> Tensor:
-    return _flat_cross_entropy(outputs.logits[:, :-1], targets["labels"][:, 1:])
+    """Next-token loss; a token after left padding is nobody's next, however long the padding."""
+    labels = targets["labels"][:, 1:]
+    if "attention_mask" in targets:
+        labels = labels.masked_fill(targets["attention_mask"][:, :-1] == 0, IGNORED_LABEL)
+    return _flat_cross_entropy(outputs.logits[:, :-1], labels)
 
 
 def _span(outputs: Any, targets: Mapping[str, Tensor]) -> Tensor:

@@ -25,7 +25,15 @@ class Factor(Protocol):
         ...
 
     def trace(self) -> float:
-        """Its trace; 0 means that no signal arrived."""
+        """Its trace."""
+        ...
+
+    def signal(self) -> float:
+        """Root of its trace relative to the sizes of what was summed into its rows.
+
+        0 where nothing arrived, and rounding error where the terms of each sum cancel: the δ of a
+        key projection add up to zero over positions, since softmax ignores a common shift.
+        """
         ...
 
     def covariance(self) -> Tensor:
@@ -47,15 +55,22 @@ class ReducedFactor:
 
     averages: bool
     rows: list[Tensor] = field(default_factory=list)
+    size: float = 0.0
 
     def add(self, x: Tensor, mask: Tensor) -> None:
         """Count in one row per example."""
-        total = (x * mask).sum(1)
-        self.rows.append(total / mask.sum(1).clamp(min=1) if self.averages else total)
+        count = mask.sum(1).clamp(min=1) if self.averages else torch.ones_like(mask[:, 0])
+        self.rows.append((x * mask).sum(1) / count)
+        sizes = (x.norm(dim=2, keepdim=True) * mask).sum(1) / count
+        self.size += float(sizes.double().square().sum())
 
     def trace(self) -> float:
         """Its trace."""
         return sum(float(r.double().square().sum()) for r in self.rows) / self._count()
+
+    def signal(self) -> float:
+        """‖Σ_t x_t‖ against Σ_t ‖x_t‖, in the root mean square."""
+        return (self.trace() * self._count() / self.size) ** 0.5 if self.size else 0.0
 
     def covariance(self) -> Tensor:
         """C = XᵀX/n."""
@@ -87,6 +102,10 @@ class ExpandedFactor:
     def trace(self) -> float:
         """Its trace."""
         return 0.0 if self.total is None else float(self.total.diagonal().sum()) / self.count
+
+    def signal(self) -> float:
+        """Rows aren't summed before they are squared, so nothing cancels."""
+        return float(self.trace() > 0)
 
     def covariance(self) -> Tensor:
         """C = XᵀX/n."""

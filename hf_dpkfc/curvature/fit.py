@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -160,6 +161,11 @@ class _Passes:
     def dtype(self) -> torch.dtype:
         return accumulation_dtype(next(self.model.parameters()).dtype)
 
+    @property
+    def noise_floor(self) -> float:
+        """A factor whose signal is below this holds rounding error, which isn't to be inverted."""
+        return min(2.0**-5, 2.0**10 * torch.finfo(next(self.model.parameters()).dtype).eps)
+
     def for_factors(self) -> Iterator[tuple[Captured, Tensor | None]]:
         """Every probe batch, with its attention mask."""
         generator = torch.Generator().manual_seed(self.seed)
@@ -204,11 +210,10 @@ def _fit_kronecker(passes: _Passes) -> tuple[dict[str, LinearMap], list[str]]:
     roots: dict[int, Root] = {}
     maps: dict[str, LinearMap] = {}
     for name, pair in pairs.items():
-        traces = pair.A.trace(), pair.G.trace()
-        if not all(map(torch.isfinite, map(torch.tensor, traces))):
+        if not math.isfinite(pair.A.trace() + pair.G.trace()):
             raise _not_finite(name)
-        if 0.0 in traces:  # LoRA's B starts at zero, so A gets no gradient: nothing to invert
-            notes.append(f"{name}: identity, the probes gave it no signal yet")
+        if min(pair.A.signal(), pair.G.signal()) <= passes.noise_floor:
+            notes.append(_no_signal(name))
             maps[name] = ScalarMap()
             continue
         for factor in (pair.A, pair.G):
@@ -281,6 +286,11 @@ def _require_rank_below_widest(pairs: Mapping[str, FactorPair], options: Curvatu
         )
 
 
+def _no_signal(name: str) -> str:
+    """LoRA's B starts at zero, so A gets no gradient; a key's δ cancel over positions."""
+    return f"{name}: identity, the probes give its factor no signal"
+
+
 def _not_finite(name: str) -> ProbeError:
     return ProbeError(
         f"The probes gave non-finite factors at {name}.",
@@ -309,7 +319,7 @@ def _fit_diagonal(passes: _Passes) -> tuple[dict[str, LinearMap], list[str]]:
         if not torch.isfinite(moment).all():
             raise _not_finite(name)
         if mean == 0.0:
-            notes.append(f"{name}: identity, the probes gave it no signal yet")
+            notes.append(_no_signal(name))
             maps[name] = ScalarMap()
         else:
             maps[name] = ElementwiseMap((moment / mean + passes.options.damping).rsqrt())

@@ -1,0 +1,8 @@
+"""Settings that must stand before torch and huggingface_hub are imported."""
+
+import os
+
+# Some virtual machines announce AMX and trap when it is used: bf16 tests would kill the process.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

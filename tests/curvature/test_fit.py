@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import dataclasses
+
+import models
+import peft
+import pytest
+import tokenizers_zoo
+import torch
+
+from hf_dpkfc import PinkNoiseProbe, Preconditioner, ZipfTokenProbe
+from hf_dpkfc.curvature.fit import CurvatureOptions, fit_preconditioner
+from hf_dpkfc.curvature.preconditioner import ElementwiseMap, KroneckerMap, ScalarMap
+from hf_dpkfc.errors import ConfigurationError, ProbeError
+from hf_dpkfc.layers.capture import capture
+from hf_dpkfc.layers.routes import inspect_model
+from hf_dpkfc.losses import TaskLoss, task_of
+
+SMALL = CurvatureOptions(rank=None, num_batches=2, batch_size=8)
+
+
+def text_probe(model):
+    return ZipfTokenProbe.for_model(model, tokenizers_zoo.build("bert"), max_length=12)
+
+
+def fit(model, **changes):
+    options = dataclasses.replace(SMALL, **changes)
+    return fit_preconditioner(model, text_probe(model), options)
+
+
+def test_the_same_seed_and_weights_give_identical_bits():
+    assert fit(models.build("bert")).fingerprint == fit(models.build("bert")).fingerprint
+
+
+def test_another_seed_gives_other_probes():
+    model = models.build("bert")
+    other = fit_preconditioner(model, text_probe(model), SMALL, seed=1)
+    assert other.fingerprint != fit(model).fingerprint
+
+
+def test_probing_leaves_modes_gradients_and_random_state_alone():
+    model = models.build("bert").train()
+    model.bert.embeddings.eval()
+    state = torch.get_rng_state()
+    fit(model)
+    assert torch.equal(state, torch.get_rng_state())
+    assert model.training
+    assert not model.bert.embeddings.training
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_layers_that_read_one_tensor_share_its_root():
+    preconditioner = fit(models.build("bert"))
+    layer = "bert.encoder.layer.0.attention.self."
+    query, value = preconditioner[layer + "query"], preconditioner[layer + "value"]
+    assert query.root_A is value.root_A
+    assert query.root_G is not value.root_G
+
+
+@pytest.mark.parametrize("kind", ["kfac", "diagonal"])
+def test_balance_keeps_each_layers_mean_squared_probe_norm(kind):
+    model = models.build("bert")
+    preconditioner = fit(model, kind=kind)
+    generator = torch.Generator().manual_seed(1)
+    batch = next(iter(text_probe(model).batches(1, 8, generator)))
+    table = inspect_model(model)
+    captured = capture(model, table, TaskLoss(task_of(model)), batch, 8)
+    for block in table:
+        gradient = captured.gradient(block)
+        if block.name in preconditioner.maps:
+            moved = preconditioner[block.name].sq_norms(gradient, {})
+            torch.testing.assert_close(moved.mean(), gradient.sq_norms().mean())
+
+
+def test_a_layer_without_signal_keeps_identity_and_says_so():
+    config = peft.LoraConfig(r=2, target_modules=["query"])  # B starts at zero: no gradient for A
+    model = peft.get_peft_model(models.build("bert"), config).double()
+    preconditioner = fit(model)
+    silent = [name for name in preconditioner.maps if "lora_A" in name]
+    assert silent
+    assert all(preconditioner[name] == ScalarMap() for name in silent)
+    assert all(any(name in note for note in preconditioner.notes) for name in silent)
+    assert all(
+        isinstance(preconditioner[n], KroneckerMap) for n in preconditioner.maps if "lora_B" in n
+    )
+
+
+def test_a_factor_above_the_cap_falls_back_to_low_rank_and_says_so():
+    preconditioner = fit(models.build("bert"), max_factor_dim=20)
+    assert any("max_factor_dim=20" in note for note in preconditioner.notes)
+    assert not any("max_factor_dim" in note for note in fit(models.build("bert")).notes)
+
+
+@pytest.mark.parametrize("labels", ["uniform", "model"])
+@pytest.mark.parametrize("name", ["vit", "cnn"])
+def test_images_are_probed_with_noise(name, labels):
+    model = models.build(name)
+    options = dataclasses.replace(SMALL, labels=labels)
+    preconditioner = fit_preconditioner(model, PinkNoiseProbe.for_model(model), options)
+    assert preconditioner.is_data_free
+    silent = {n for n, linear in preconditioner.maps.items() if linear == ScalarMap()}
+    assert silent == {n for n in preconditioner.maps if n.endswith("k_proj")}
+
+
+def test_diagonal_maps_come_from_per_sample_second_moments():
+    model = models.build("cnn")
+    options = CurvatureOptions(kind="diagonal", num_batches=1, batch_size=6, damping=0.5)
+    probe = PinkNoiseProbe.for_model(model)
+    preconditioner = fit_preconditioner(model, probe, options)
+    batch = next(iter(probe.batches(1, 6, torch.Generator().manual_seed(0))))
+    batch["pixel_values"] = batch["pixel_values"].double()
+    table = inspect_model(model)
+    captured = capture(model, table, TaskLoss(task_of(model)), batch, 6)
+    block = next(b for b in table if b.name == "head")
+    moment = torch.cat([g for _, g in captured.gradient(block).dense_chunks()]).square().mean(0)
+    expected = (moment / moment.mean() + 0.5).rsqrt()
+    linear = preconditioner["head"]
+    assert isinstance(linear, ElementwiseMap)
+    ratio = linear.diagonal / expected
+    torch.testing.assert_close(ratio, ratio.mean().expand_as(ratio))
+
+
+def test_none_is_the_identity():
+    assert fit(models.build("bert"), kind="none") == Preconditioner.identity()
+
+
+@pytest.mark.parametrize("kind", ["kfac", "diagonal"])
+@pytest.mark.parametrize("rank", [3, None])
+def test_a_saved_preconditioner_comes_back_bit_for_bit(tmp_path, kind, rank):
+    preconditioner = fit(models.build("bert"), kind=kind, rank=rank)
+    preconditioner.save(tmp_path / "p.safetensors")
+    back = Preconditioner.load(tmp_path / "p.safetensors")
+    assert back.fingerprint == preconditioner.fingerprint
+    assert back.notes == preconditioner.notes
+
+
+def test_a_file_without_preconditioner_is_refused(tmp_path):
+    from safetensors.torch import save_file
+
+    save_file({"x": torch.zeros(1)}, tmp_path / "x.safetensors")
+    with pytest.raises(ConfigurationError, match="holds no preconditioner"):
+        Preconditioner.load(tmp_path / "x.safetensors")
+
+
+def test_a_preconditioner_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        fit(models.build("bert")).kind = "none"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"damping": 0.0}, "damping=0.0"),
+        ({"damping": -1.0}, "damping=-1.0"),
+        ({"damping": float("nan")}, "damping=nan"),
+        ({"rank": 0}, "rank=0"),
+        ({"rank": 1000}, r"rank=1000 with factors of width \d+"),
+        ({"kind": "full"}, "kfac, diagonal, none"),
+        ({"approx": "flatten"}, "reduce, expand"),
+        ({"num_batches": 0}, "num_batches=0"),
+    ],
+)
+def test_options_out_of_range_are_refused_by_name(change, message):
+    with pytest.raises(ConfigurationError, match=message):
+        fit(models.build("bert"), **change)
+
+
+def test_non_finite_weights_are_refused():
+    model = models.build("bert")
+    with torch.no_grad():
+        model.bert.encoder.layer[0].output.dense.weight.fill_(float("nan"))
+    with pytest.raises(ProbeError, match="non-finite"):
+        fit(model)

@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import models
+import pytest
+import reference
+import torch
+from torch import nn
+
+from hf_dpkfc.errors import UnsupportedLayerError
+from hf_dpkfc.layers.capture import capture
+from hf_dpkfc.layers.gradients import OuterGradient, RowGradient
+from hf_dpkfc.layers.routes import inspect_model
+from hf_dpkfc.losses import TaskLoss, task_of
+
+
+def captured_of(model, inputs, loss=None):
+    table = inspect_model(model).require_covered()
+    loss = loss or TaskLoss(task_of(model))
+    size = len(next(iter(inputs.values())))
+    return table, capture(model, table, loss, inputs, size)
+
+
+def explicit_sq_norms(model, block, loss, inputs):
+    grads = reference.per_sample_gradients(
+        model, list(block.parameters), loss, models.singles(inputs)
+    )
+    return torch.stack([sum(g.square().sum() for g in one.values()) for one in grads])
+
+
+class Twice(nn.Module):
+    """One module called twice, and a weight shared by two modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(torch.tanh(self.first(x)))))
+
+
+def test_a_module_called_twice_and_a_shared_weight_have_cross_terms():
+    torch.manual_seed(0)
+    model = Twice().double()
+    inputs = {"x": torch.randn(3, 5, 4).double()}
+
+    def loss(m, i):
+        return m(i["x"]).square().sum((1, 2))
+
+    table, captured = captured_of(model, inputs, loss)
+    for block in table:
+        torch.testing.assert_close(
+            captured.gradient(block).sq_norms(), explicit_sq_norms(model, block, loss, inputs)
+        )
+
+
+@pytest.mark.parametrize("name", ["bert", "vit", "cnn", "gpt2"])
+def test_bias_only_training_is_exact(name):
+    model = models.build(name).requires_grad_(False)
+    for parameter_name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter_name.endswith("bias"))
+    inputs, loss = models.inputs_for(name), TaskLoss(task_of(model))
+    table, captured = captured_of(model, inputs)
+    for block in table:
+        gradient = captured.gradient(block)
+        expected = explicit_sq_norms(model, block, loss, inputs)
+        actual = torch.zeros_like(expected) if gradient is None else gradient.sq_norms()
+        torch.testing.assert_close(actual, expected, rtol=1e-8, atol=1e-14)
+
+
+def test_nothing_is_left_on_the_model():
+    model = models.build("vit")
+    captured_of(model, models.inputs_for("vit"))
+    assert all(p.grad is None for p in model.parameters())
+    assert all(isinstance(p, nn.Parameter) for p in model.parameters())
+    hooks = [m._forward_hooks or m._forward_pre_hooks for m in model.modules()]
+    assert not any(hooks)
+
+
+def test_a_failing_forward_leaves_nothing_on_the_model():
+    model = models.build("vit")
+    with pytest.raises(RuntimeError, match="broken loss"):
+        captured_of(model, models.inputs_for("vit"), loss=_broken_after_forward)
+    assert isinstance(model.vit.embeddings.cls_token, nn.Parameter)
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+def _broken_after_forward(model, inputs):
+    model(pixel_values=inputs["pixel_values"])
+    raise RuntimeError("broken loss")
+
+
+def test_padding_has_norm_exactly_zero():
+    inputs = models.inputs_for("bert")
+    table, captured = captured_of(models.build("bert"), inputs)
+    block = next(b for b in table if b.name.endswith("layer.1.intermediate.dense"))
+    gradient = captured.gradient(block)
+    assert gradient.delta[inputs["attention_mask"] == 0].abs().max() == 0
+
+
+def test_an_example_without_labels_has_loss_and_gradient_zero():
+    model, inputs = models.build("bert-mlm"), models.inputs_for("bert-mlm")
+    inputs["labels"][2] = -100
+    table, captured = captured_of(model, inputs)
+    assert captured.losses[2] == 0
+    norms = [captured.gradient(block).sq_norms()[2] for block in table if captured.gradient(block)]
+    assert max(norms) == 0
+
+
+def test_an_input_overwritten_in_place_is_caught():
+    class Overwrites(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x):
+            h = x * 1.0
+            y = self.linear(h)
+            h.add_(1.0)
+            return y + h
+
+    with pytest.raises(UnsupportedLayerError, match="overwritten in place"):
+        captured_of(Overwrites(), {"x": torch.randn(2, 3)}, lambda m, i: m(i["x"]).sum(1))
+
+
+def test_an_output_without_batch_dimension_is_refused():
+    class Latents(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(5, 3)
+
+        def forward(self, x):
+            return x + self.table(torch.arange(5))[0]
+
+    with pytest.raises(UnsupportedLayerError, match="isn't the batch"):
+        captured_of(Latents(), {"x": torch.randn(2, 3)}, lambda m, i: m(i["x"]).sum(1))
+
+
+def test_a_batch_loss_is_refused():
+    with pytest.raises(UnsupportedLayerError, match=r"shape \(\), not \(4,\)"):
+        captured_of(
+            models.build("cnn"),
+            models.inputs_for("cnn"),
+            lambda m, i: m(i["pixel_values"]).logits.mean(),
+        )
+
+
+def test_gram_and_explicit_norms_agree():
+    generator = torch.Generator().manual_seed(3)
+    a = torch.randn(3, 6, 40, generator=generator).double()
+    delta = torch.randn(3, 6, 30, generator=generator).double()
+    gradient = OuterGradient(a, delta, torch.ones(3, 6, 1).double())
+    assert gradient.prefers_gram
+    explicit = torch.cat([g.square().sum((1, 2)) for _, g in gradient.dense_chunks()])
+    torch.testing.assert_close(gradient.sq_norms(), explicit)
+
+
+def test_rows_met_twice_are_added_before_they_are_squared():
+    delta = torch.tensor([[[1.0, 0.0], [2.0, 0.0], [0.0, 3.0]]])
+    gradient = RowGradient(torch.tensor([[7, 7, 2]]), delta, 10)
+    assert gradient.sq_norms().tolist() == [9.0 + 9.0]
+
+
+def test_complete_cancellation_is_never_under_estimated():
+    a = torch.randn(1, 1, 64, generator=torch.Generator().manual_seed(0)).repeat(1, 2, 1)
+    delta = torch.randn(1, 1, 64, generator=torch.Generator().manual_seed(1)) * 1e3
+    gradient = OuterGradient(a, torch.cat([delta, -delta * (1 + 1e-6)], dim=1))
+    exact = OuterGradient(gradient.a.double(), gradient.delta.double())
+    truth = torch.cat([g.square().sum((1, 2)) for _, g in exact.dense_chunks()])
+    assert gradient.sq_norms() >= truth

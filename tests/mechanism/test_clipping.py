@@ -1,0 +1,183 @@
+"""The claims of hf_dpkfc.mechanism.clipping, each by name."""
+
+from __future__ import annotations
+
+import models
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from hf_dpkfc.curvature.fit import CurvatureOptions, fit_preconditioner
+from hf_dpkfc.curvature.preconditioner import Preconditioner
+from hf_dpkfc.curvature.probes import PinkNoiseProbe
+from hf_dpkfc.errors import ConfigurationError
+from hf_dpkfc.layers.routes import inspect_model
+from hf_dpkfc.losses import TaskLoss, task_of
+from hf_dpkfc.mechanism.clipping import ClippedSum, Clipper
+
+
+def clipper_of(name, clip_norm=0.1, kind="kfac", dtype=torch.float64):
+    model = models.build(name).to(dtype)
+    options = CurvatureOptions(kind=kind, rank=3, damping=0.05, num_batches=2, batch_size=8)
+    probe = PinkNoiseProbe.for_model(model)
+    preconditioner = fit_preconditioner(model, probe, options)
+    return Clipper(model, inspect_model(model), preconditioner, TaskLoss(task_of(model)), clip_norm)
+
+
+CLIPPERS = {
+    (kind, dtype): clipper_of("cnn", kind=kind, dtype=dtype)
+    for kind in ("none", "kfac", "diagonal")
+    for dtype in (torch.float32, torch.float64)
+}
+
+
+def subset(inputs, keep):
+    return {k: v[keep] for k, v in inputs.items()}
+
+
+def norm(values):
+    return float(sum(v.double().square().sum() for v in values.values()).sqrt())
+
+
+def difference(one, two):
+    return {n: one.values[n].double() - two.values[n].double() for n in one.values}
+
+
+SPOILERS = st.sampled_from(
+    [1.0, 1e-30, 1e6, 1e30, 3e38, float("nan"), float("inf"), -float("inf"), 0.0]
+)
+
+
+@settings(max_examples=330, deadline=None, derandomize=True)
+@given(
+    size=st.integers(1, 5),
+    seed=st.integers(0, 10**6),
+    scale=SPOILERS,
+    kind=st.sampled_from(["none", "kfac", "diagonal"]),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+def test_one_example_moves_the_sum_by_at_most_its_sensitivity(size, seed, scale, kind, dtype):
+    clipper = CLIPPERS[kind, dtype]
+    inputs = models.inputs_for("cnn", batch=size, seed=seed)
+    inputs["pixel_values"] = inputs["pixel_values"].to(dtype)
+    inputs["pixel_values"][-1] *= scale
+    without = clipper.sum_of([(subset(inputs, slice(0, size - 1)), size - 1)])
+    with_it = clipper.sum_of([(inputs, size)])
+    moved = norm(difference(with_it, without))
+    assert all(torch.isfinite(v).all() for v in with_it.values.values())
+    assert moved <= with_it.sensitivity * (1 + (1e-6 if dtype == torch.float64 else 0))
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), 3e38])
+def test_a_non_finite_example_contributes_zero_and_leaves_the_others_unchanged(poison):
+    clipper = clipper_of("vit", dtype=torch.float32)
+    inputs = {
+        k: v.float() if v.is_floating_point() else v for k, v in models.inputs_for("vit").items()
+    }
+    clean = clipper.sum_of([(subset(inputs, [0, 1, 3]), 3)])
+    inputs["pixel_values"][2] = poison
+    spoiled = clipper.sum_of([(inputs, 4)])
+    assert norm(difference(clean, spoiled)) <= 1e-5 * norm(clean.values)
+
+
+def test_an_empty_batch_gives_zeros():
+    clipper = CLIPPERS["kfac", torch.float32]
+    empty = clipper.sum_of([])
+    assert norm(empty.values) == 0
+    names = {n for n, p in clipper.model.named_parameters() if p.requires_grad}
+    assert set(empty.values) == names
+    assert norm(clipper.sum_of([({}, 0)]).values) == 0
+
+
+@pytest.mark.parametrize("micro", [1, 2, 3, 7])
+def test_micro_batches_add_up_to_the_same_sum(micro):
+    clipper = CLIPPERS["kfac", torch.float64]
+    inputs = models.inputs_for("cnn", batch=7)
+    whole = clipper.sum_of([(inputs, 7)])
+    parts = [subset(inputs, slice(i, i + micro)) for i in range(0, 7, micro)]
+    split = clipper.sum_of([(part, len(part["labels"])) for part in parts])
+    assert norm(difference(whole, split)) < 1e-12
+
+
+def test_sums_of_two_processes_add():
+    clipper = CLIPPERS["kfac", torch.float64]
+    inputs = models.inputs_for("cnn", batch=6)
+    whole = clipper.sum_of([(inputs, 6)])
+    halves = [clipper.sum_of([(subset(inputs, slice(r, 6, 2)), 3)]) for r in (0, 1)]
+    assert norm(difference(whole, halves[0] + halves[1])) < 1e-12
+
+
+def test_sums_of_different_sensitivity_do_not_add():
+    with pytest.raises(ConfigurationError, match="sensitivity"):
+        ClippedSum({}, 1.0) + ClippedSum({}, 2.0)
+
+
+def test_norms_and_sums_are_float32_under_bfloat16():
+    clipper = clipper_of("vit", dtype=torch.bfloat16)
+    inputs = models.inputs_for("vit")
+    inputs["pixel_values"] = inputs["pixel_values"].bfloat16()
+    total = clipper.sum_of([(inputs, 4)])
+    assert {v.dtype for v in total.values.values()} == {torch.float32}
+    assert norm(total.values) <= 4 * clipper.clip_norm
+
+
+def test_small_gradients_are_not_touched():
+    clipper = clipper_of("cnn", clip_norm=1e6, kind="none")
+    inputs = models.inputs_for("cnn")
+    total = clipper.sum_of([(inputs, 4)])
+    loss = clipper.per_example_loss(clipper.model, inputs).sum()
+    names = list(total.values)
+    parameters = dict(clipper.model.named_parameters())
+    grads = torch.autograd.grad(loss, [parameters[n] for n in names])
+    for name, grad in zip(names, grads, strict=True):
+        torch.testing.assert_close(total.values[name], grad)
+
+
+def test_state_of_one_pass_does_not_reach_the_next():
+    """A layer that is skipped in the second pass has no norm there (Opacus' ghost kept the last)."""
+
+    class Skips(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.always = nn.Linear(3, 3)
+            self.sometimes = nn.Linear(3, 3)
+
+        def forward(self, x, skip):
+            return self.always(x) + (0 if skip else self.sometimes(x))
+
+    torch.manual_seed(0)
+    model = Skips()
+    loss = lambda m, i: m(i["x"], i["skip"]).square().sum(1)  # noqa: E731
+    clipper = Clipper(model, inspect_model(model), Preconditioner.identity(), loss, 1e9)
+    x = torch.randn(2, 3)
+    clipper.sum_of([({"x": 100 * x, "skip": False}, 2)])
+    second = clipper.sum_of([({"x": x, "skip": True}, 2)])
+    assert second.values["sometimes.weight"].abs().max() == 0
+    assert second.values["always.weight"].abs().max() > 0
+
+
+@pytest.mark.parametrize("clip_norm", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_clip_norm_without_bound_is_refused(clip_norm):
+    with pytest.raises(ConfigurationError, match="clip_norm"):
+        Clipper(
+            models.build("cnn"),
+            inspect_model(models.build("cnn")),
+            Preconditioner(),
+            None,
+            clip_norm,
+        )
+
+
+def test_no_full_per_sample_tensor_is_ever_formed():
+    """[batch, d_out, d_in] of this layer would be 64·512·512 floats; nothing near it is allocated."""
+    model = nn.Linear(512, 512)
+    loss = lambda m, i: m(i["x"]).square().sum((1, 2))  # noqa: E731
+    clipper = Clipper(model, inspect_model(model), Preconditioner.identity(), loss, 1.0)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        clipper.sum_of([({"x": torch.randn(64, 4, 512)}, 64)])
+    largest = max(
+        event.self_cpu_memory_usage / max(1, event.count) for event in profile.key_averages()
+    )
+    assert largest < 64 * 512 * 512 * 4 / 8

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import models
+import pytest
+import torch
+from transformers import (
+    BertConfig,
+    BertForQuestionAnswering,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    BertModel,
+)
+
+from hf_dpkfc.errors import UnsupportedTaskError
+from hf_dpkfc.losses import Task, TaskLoss, task_of
+
+SMALL = {
+    "vocab_size": 60,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+}
+
+
+def text(labels, **extra):
+    inputs = models.inputs_for("bert")
+    inputs.pop("labels")
+    return inputs | ({"labels": labels} if labels is not None else {}) | extra
+
+
+def bert(cls, **config):
+    torch.manual_seed(0)
+    return cls(BertConfig(**SMALL, **config)).double().eval()
+
+
+CASES = {
+    "single": (
+        lambda: bert(BertForSequenceClassification, num_labels=3),
+        text(torch.tensor([0, 1, 2, 0])),
+    ),
+    "multi": (
+        lambda: bert(
+            BertForSequenceClassification,
+            num_labels=3,
+            problem_type="multi_label_classification",
+        ),
+        text(torch.ones(4, 3).double()),
+    ),
+    "regression": (
+        lambda: bert(BertForSequenceClassification, num_labels=1),
+        text(torch.tensor([0.5, 1.0, -1.0, 0.0]).double()),
+    ),
+    "token": (
+        lambda: bert(BertForTokenClassification, num_labels=5),
+        text(torch.arange(36).view(4, 9) % 5),
+    ),
+    "span": (
+        lambda: bert(BertForQuestionAnswering),
+        text(
+            None,
+            start_positions=torch.tensor([1, 2, 3, 4]),
+            end_positions=torch.tensor([2, 2, 5, 4]),
+        ),
+    ),
+    "mlm": (lambda: models.build("bert-mlm"), models.inputs_for("bert-mlm")),
+    "causal": (lambda: models.build("gpt2"), models.inputs_for("gpt2")),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_single_examples_loss_is_hugging_faces_own(case):
+    build, inputs = CASES[case]
+    model = build()
+    loss = TaskLoss(task_of(model))
+    together = loss(model, inputs)
+    for i, one in enumerate(models.singles(inputs)):
+        hf = model(**one).loss
+        torch.testing.assert_close(loss(model, one)[0], hf, check_dtype=False)
+        torch.testing.assert_close(together[i], hf, check_dtype=False)
+
+
+def test_an_unknown_head_gets_an_error_that_shows_how():
+    with pytest.raises(UnsupportedTaskError, match=r"BertModel[\s\S]*per_example_loss"):
+        task_of(bert(BertModel))
+
+
+def test_left_padding_does_not_move_a_causal_loss():
+    model = models.build("gpt2")
+    ids = torch.tensor([[7, 8, 9, 10]])
+    loss = TaskLoss(Task.CAUSAL_LM)
+    plain = loss(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids})
+    pad = torch.zeros(1, 3, dtype=torch.long)
+    padded = loss(
+        model,
+        {
+            "input_ids": torch.cat([pad, ids], 1),
+            "attention_mask": torch.cat([pad, torch.ones_like(ids)], 1),
+            "labels": torch.cat([pad - 100, ids], 1),
+        },
+    )
+    torch.testing.assert_close(plain, padded)
