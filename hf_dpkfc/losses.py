@@ -6,6 +6,7 @@ example's gradient depend on its neighbours. Here every example is normalised by
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -89,6 +90,11 @@ class TaskLoss:
 
     task: Task
 
+    @property
+    def name(self) -> str:
+        """What tells this loss from another one, the same in every launch."""
+        return str(self.task)
+
     def __call__(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
         """The loss of each example; 0 for one whose labels are all ignored."""
         targets = {k: v for k, v in inputs.items() if k in (*_TARGETS, "attention_mask")}
@@ -103,6 +109,15 @@ class CustomLoss:
     """(model, inputs) -> losses [batch] from a user's ``per_example_loss(outputs, inputs)``."""
 
     per_example_loss: Callable[[Any, Mapping[str, Any]], Tensor]
+
+    @property
+    def name(self) -> str:
+        """The function's place and code: an edited loss is another one."""
+        function = self.per_example_loss
+        code = getattr(function, "__code__", None)
+        body = code.co_code + repr(code.co_names).encode() if code else b""
+        place = getattr(function, "__qualname__", type(function).__name__)
+        return f"{function.__module__}.{place} {hashlib.sha256(body).hexdigest()}"
 
     def __call__(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
         """What the user's function makes of the model's outputs."""

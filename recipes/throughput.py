@@ -65,6 +65,7 @@ class Bench:
 
     @property
     def batch(self) -> int:
+        """Examples in one logical step."""
         return self.args.micro_batch * self.args.accumulation
 
     def _build(self, arm: str):
@@ -204,7 +205,7 @@ def main() -> None:
     parser.add_argument("--name", help="name in the results (default: the model's)")
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--micro-batch", type=int, default=32)
-    parser.add_argument("--accumulation", type=int, default=2)
+    parser.add_argument("--accumulation", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/throughput")
     parser.add_argument("--memory-of", choices=ARMS, help=argparse.SUPPRESS)

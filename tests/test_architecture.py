@@ -21,6 +21,7 @@ ROOMS = [
     "optimizers",
     "diagnostics",
     "publishing",
+    "engine",
     "config",
     "loading",
     "callbacks",

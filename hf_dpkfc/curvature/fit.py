@@ -124,9 +124,10 @@ def fit_preconditioner(
         fit = _fit_diagonal if options.kind == "diagonal" else _fit_kronecker
         maps, notes = fit(passes)
         maps = _balanced(maps, passes)
-    return Preconditioner(maps, options.kind, probe.is_data_free, tuple(notes)).to(
-        passes.device, passes.dtype
+    fitted = Preconditioner(
+        maps, options.kind, probe.is_data_free, tuple(notes), any(_AWAITS in n for n in notes)
     )
+    return fitted.to(passes.device, passes.dtype)
 
 
 @contextmanager
@@ -212,8 +213,9 @@ def _fit_kronecker(passes: _Passes) -> tuple[dict[str, LinearMap], list[str]]:
     for name, pair in pairs.items():
         if not math.isfinite(pair.A.trace() + pair.G.trace()):
             raise _not_finite(name)
-        if min(pair.A.signal(), pair.G.signal()) <= passes.noise_floor:
-            notes.append(_no_signal(name))
+        signal = min(pair.A.signal(), pair.G.signal())
+        if signal <= passes.noise_floor:
+            notes.append(f"{name}: identity, {_AWAITS if signal == 0 else _CANCELS}")
             maps[name] = ScalarMap()
             continue
         for factor in (pair.A, pair.G):
@@ -286,9 +288,10 @@ def _require_rank_below_widest(pairs: Mapping[str, FactorPair], options: Curvatu
         )
 
 
-def _no_signal(name: str) -> str:
-    """LoRA's B starts at zero, so A gets no gradient; a key's δ cancel over positions."""
-    return f"{name}: identity, the probes give its factor no signal"
+# LoRA's B starts at zero, so A gets no gradient; a zero-initialised head silences a backbone.
+_AWAITS = "no gradient reaches it yet"
+# Softmax ignores a shift common to all keys, so the δ of a key projection sum to zero.
+_CANCELS = "its gradients cancel over positions (kfac_approx='expand' sees them)"
 
 
 def _not_finite(name: str) -> ProbeError:
@@ -319,7 +322,7 @@ def _fit_diagonal(passes: _Passes) -> tuple[dict[str, LinearMap], list[str]]:
         if not torch.isfinite(moment).all():
             raise _not_finite(name)
         if mean == 0.0:
-            notes.append(_no_signal(name))
+            notes.append(f"{name}: identity, {_AWAITS}")
             maps[name] = ScalarMap()
         else:
             maps[name] = ElementwiseMap((moment / mean + passes.options.damping).rsqrt())

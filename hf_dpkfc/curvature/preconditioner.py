@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -172,12 +172,14 @@ class Preconditioner:
         kind: "kfac", "diagonal" or "none".
         is_data_free: Whether every number in it came from probes that hold no record.
         notes: What fell back to something simpler, block by block.
+        awaits_signal: A layer got no gradient at all yet, as LoRA's A while B is zero.
     """
 
     maps: Mapping[str, LinearMap] = field(default_factory=dict)
     kind: str = "none"
     is_data_free: bool = True
     notes: tuple[str, ...] = ()
+    awaits_signal: bool = False
 
     @classmethod
     def identity(cls) -> Preconditioner:
@@ -206,6 +208,10 @@ class Preconditioner:
     def condition(self) -> float:
         """The worst block's amplification of rounding error."""
         return max((linear.condition() for linear in self.maps.values()), default=1.0)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """All tensors by name."""
+        yield from self._flatten()[0].items()
 
     @property
     def fingerprint(self) -> str:
@@ -260,6 +266,7 @@ class Preconditioner:
             "kind": self.kind,
             "is_data_free": self.is_data_free,
             "notes": list(self.notes),
+            "awaits_signal": self.awaits_signal,
         }
         return tensors, description
 
@@ -282,7 +289,11 @@ class Preconditioner:
             else:
                 maps[name] = ScalarMap(entry["scale"])
         return cls(
-            maps, description["kind"], description["is_data_free"], tuple(description["notes"])
+            maps,
+            description["kind"],
+            description["is_data_free"],
+            tuple(description["notes"]),
+            description["awaits_signal"],
         )
 
 

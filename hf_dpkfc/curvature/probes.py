@@ -29,7 +29,11 @@ class Probe(Protocol):
     """A source of synthetic batches."""
 
     is_data_free: ClassVar[bool]
-    labels: LabelSpace | None
+
+    @property
+    def labels(self) -> LabelSpace | None:
+        """The head's label space; None where the records bring their own labels."""
+        ...
 
     def batches(
         self, num_batches: int, batch_size: int, generator: torch.Generator

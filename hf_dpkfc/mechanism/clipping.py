@@ -27,6 +27,22 @@ from hf_dpkfc.layers.routes import Block, RouteTable
 
 
 @dataclass(frozen=True)
+class UnsafeStatistics:
+    """Un-noised facts about a batch. Not covered by the guarantee: for debugging on public data."""
+
+    num_examples: int = 0
+    num_clipped: int = 0
+    total_loss: float = 0.0
+
+    def __add__(self, other: UnsafeStatistics) -> UnsafeStatistics:
+        return UnsafeStatistics(
+            self.num_examples + other.num_examples,
+            self.num_clipped + other.num_clipped,
+            self.total_loss + other.total_loss,
+        )
+
+
+@dataclass(frozen=True)
 class ClippedSum:
     """Σ_i clip_C(U g_i), by parameter name, together with its sensitivity C.
 
@@ -35,6 +51,7 @@ class ClippedSum:
 
     values: Mapping[str, Tensor]
     sensitivity: float
+    unsafe: UnsafeStatistics = UnsafeStatistics()
 
     def __add__(self, other: ClippedSum) -> ClippedSum:
         if other.sensitivity != self.sensitivity:
@@ -44,7 +61,7 @@ class ClippedSum:
                 way_out="clip all micro-batches of a step to the same norm.",
             )
         total = {name: value + other.values[name] for name, value in self.values.items()}
-        return replace(self, values=total)
+        return replace(self, values=total, unsafe=self.unsafe + other.unsafe)
 
 
 @dataclass(frozen=True)
@@ -98,14 +115,15 @@ class Clipper:
         """
         bound = self.clip_norm * (1 - self.margin)
         totals: dict[str, Tensor] = {}
+        unsafe = UnsafeStatistics()
         for inputs, size in micro_batches:
             if size > 0:
-                self._accumulate(totals, inputs, size, bound)
-        return ClippedSum(self._preconditioned(totals), self.clip_norm)
+                unsafe += self._accumulate(totals, inputs, size, bound)
+        return ClippedSum(self._preconditioned(totals), self.clip_norm, unsafe)
 
     def _accumulate(
         self, totals: dict[str, Tensor], inputs: Mapping[str, Any], size: int, bound: float
-    ) -> None:
+    ) -> UnsafeStatistics:
         """Add one micro-batch's weighted gradients, not yet preconditioned, by block name."""
         captured = capture(self.model, self.table, self.per_example_loss, inputs, size)
         gradients = self._gradients(captured)
@@ -114,6 +132,7 @@ class Clipper:
             clean = gradient.without(broken) if broken.any() else gradient
             part = clean.weighted_sum(weights)
             totals[block.name] = totals[block.name].add_(part) if block.name in totals else part
+        return UnsafeStatistics(size, int((weights < 1).sum()), float(captured.losses.sum()))
 
     def _gradients(self, captured: Captured) -> list[tuple[Block, PerSampleGradient]]:
         pairs = ((block, captured.gradient(block)) for block in self.table)

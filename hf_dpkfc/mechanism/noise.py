@@ -33,9 +33,10 @@ def privatize(
     standard_deviation = noise_multiplier * clipped_sum.sensitivity
     noisy_mean: dict[str, Tensor] = {}
     for name, value in clipped_sum.values.items():
-        noisy_sum = value + standard_deviation * noise[name].to(value.device, value.dtype)
+        # In place on the fresh noise: a step's noise is as large as the model.
+        noisy_sum = noise[name].to(value.device, value.dtype).mul_(standard_deviation).add_(value)
         # Divide by the public constant, not by the batch: the size of a Poisson draw is private.
-        noisy_mean[name] = noisy_sum / expected_batch_size
+        noisy_mean[name] = noisy_sum.div_(expected_batch_size)
     return noisy_mean
 
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
 
 from opacus.accountants import PRVAccountant, RDPAccountant
+from opacus.accountants.analysis.rdp import compute_rdp, get_privacy_spent
 from opacus.accountants.utils import get_noise_multiplier
 
 from hf_dpkfc.errors import ConfigurationError
@@ -31,16 +35,28 @@ def epsilon(
         return 0.0
     if noise_multiplier == 0:
         return float("inf")
+    return composed_epsilon([(noise_multiplier, rate, steps)], delta, accountant)
+
+
+def composed_epsilon(
+    runs: Sequence[tuple[float, float, int]], delta: float, accountant: str = "rdp"
+) -> float:
+    """ε of several runs on the same records, each (noise_multiplier, rate, steps)."""
     with warnings.catch_warnings():
         # Opacus warns where the best order is the first or last; ours reach further.
         warnings.simplefilter("ignore", UserWarning)
         if accountant == "prv":
             prv = PRVAccountant()
-            prv.history = [(noise_multiplier, rate, steps)]
+            prv.history = list(runs)
             return float(prv.get_epsilon(delta=delta))
-        rdp = RDPAccountant()
-        rdp.history = [(noise_multiplier, rate, steps)]
-        return float(rdp.get_epsilon(delta=delta, alphas=RDP_ORDERS))
+        curve = sum(steps * _rdp_of_one_step(sigma, rate) for sigma, rate, steps in runs)
+        return float(get_privacy_spent(orders=RDP_ORDERS, rdp=curve, delta=delta)[0])
+
+
+@lru_cache(maxsize=64)
+def _rdp_of_one_step(noise_multiplier: float, rate: float) -> Any:
+    """The RDP curve of one release over :data:`RDP_ORDERS`; steps add up."""
+    return compute_rdp(q=rate, noise_multiplier=noise_multiplier, steps=1, orders=RDP_ORDERS)
 
 
 def calibrate(

@@ -93,6 +93,10 @@ class PrivacyLedger:
         """Whether this very release is charged already."""
         return Charge(step, digest) in self._seen
 
+    def has_step(self, step: int) -> bool:
+        """Whether any release of this step is charged already."""
+        return any(charge.step == step for charge in self._charges)
+
     def charge(self, step: int, digest: str) -> bool:
         """Charge a release before its noise is drawn; False if it is a replay, which is free.
 

@@ -1,0 +1,366 @@
+"""One private run: key, ledger, preconditioner and the step that ties them together.
+
+The order inside a step is the guarantee: draw the batch, clip and sum, charge the ledger on disk,
+and only then draw noise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hf_dpkfc.curvature.fit import CurvatureOptions, fit_preconditioner
+from hf_dpkfc.curvature.preconditioner import Preconditioner
+from hf_dpkfc.curvature.probes import Probe
+from hf_dpkfc.errors import BudgetError
+from hf_dpkfc.layers.capture import PerExampleLoss
+from hf_dpkfc.layers.routes import RouteTable
+from hf_dpkfc.mechanism.clipping import ClippedSum, Clipper, UnsafeStatistics
+from hf_dpkfc.mechanism.noise import privatize
+from hf_dpkfc.mechanism.randomness import SecretKey, StepRandomness
+from hf_dpkfc.mechanism.sampling import PoissonSampler
+from hf_dpkfc.privacy.ledger import PrivacyLedger
+from hf_dpkfc.privacy.plan import PrivacyPlan
+
+logger = logging.getLogger(__name__)
+
+CODE_VERSION = f"hf-dpkfc {version('hf-dpkfc')}, torch {torch.__version__}, {platform.machine()}"
+
+
+class Peers(Protocol):
+    """The processes that train together."""
+
+    @property
+    def rank(self) -> int:
+        """This process."""
+        ...
+
+    @property
+    def world_size(self) -> int:
+        """How many there are."""
+        ...
+
+    def gather(self, value: bytes) -> list[bytes]:
+        """Every process's value, in order of rank, on every process."""
+        ...
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value on every process."""
+        ...
+
+    def sum(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Sums over all processes, on every process."""
+        ...
+
+
+@dataclass(frozen=True)
+class Alone:
+    """A single process."""
+
+    rank: int = 0
+    world_size: int = 1
+
+    def gather(self, value: bytes) -> list[bytes]:
+        """Only its own."""
+        return [value]
+
+    def broadcast(self, value: Any) -> Any:
+        """The value itself."""
+        return value
+
+    def sum(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The values themselves."""
+        return dict(values)
+
+
+class Verdict(StrEnum):
+    """What the ledger says of a release."""
+
+    CHARGED = "charged"
+    REPLAYED = "replayed"
+    DIVERGED = "diverged"
+    EXHAUSTED = "exhausted"
+
+
+@dataclass(frozen=True)
+class Query:
+    """What determines a release, besides the parameters and the data.
+
+    Attributes:
+        model: Unwrapped.
+        table: Its routes.
+        per_example_loss: (model, inputs) -> [batch].
+        loss_name: What tells the loss from another one, the same in every launch.
+        dataset: The private records.
+        collate: From records to model inputs on the model's device.
+        max_micro_batch: Most examples that a process handles at once.
+    """
+
+    model: nn.Module
+    table: RouteTable
+    per_example_loss: PerExampleLoss
+    loss_name: str
+    dataset: Sequence[Any]
+    collate: Callable[[list[Any]], Mapping[str, Any]]
+    max_micro_batch: int
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Where the preconditioner comes from and when it is renewed.
+
+    Attributes:
+        options: From probes to maps.
+        probe: None where nothing is probed (``options.kind`` is "none").
+        refresh_steps: Steps between two fits.
+        seed: Public randomness.
+    """
+
+    options: CurvatureOptions
+    probe: Probe | None
+    refresh_steps: int
+    seed: int
+
+    def is_due(self, step: int, current: Preconditioner | None) -> bool:
+        """Every ``refresh_steps``, and at powers of two while a layer waits for signal."""
+        if current is None or step % self.refresh_steps == 0:
+            return True
+        return current.awaits_signal and step & (step - 1) == 0
+
+    def fit(self, step: int, query: Query) -> Preconditioner:
+        """The preconditioner at the present weights."""
+        if self.probe is None:
+            return Preconditioner.identity()
+        return fit_preconditioner(
+            query.model,
+            self.probe,
+            self.options,
+            seed=self.seed * 1_000_003 + step,
+            per_example_loss=query.per_example_loss,
+            table=query.table,
+        )
+
+
+@dataclass
+class PrivateRun:
+    """Releases of one training run under one plan.
+
+    Attributes:
+        plan: Frozen before anything else.
+        key: The run's secret, the same on all processes.
+        ledger: Rank 0's; None elsewhere.
+        query: What is asked.
+        geometry: In which space it is clipped.
+        peers: The processes that train together.
+        secure: Cryptographic randomness.
+        nonce: Mixed into every stream. Empty while steps can be replayed bit for bit; set per
+            launch where the backward pass isn't deterministic, and once a replay has diverged.
+    """
+
+    plan: PrivacyPlan
+    key: SecretKey
+    ledger: PrivacyLedger | None
+    query: Query
+    geometry: Geometry
+    peers: Peers = field(default_factory=Alone)
+    secure: bool = False
+    nonce: bytes = b""
+    preconditioner: Preconditioner | None = None
+    unsafe: UnsafeStatistics = field(default_factory=UnsafeStatistics)
+
+    def __post_init__(self) -> None:
+        self._frozen_digest = _digest_of(_fixed_tensors(self.query.model, self.query.table))
+        self._clipper: Clipper | None = None
+
+    @property
+    def num_releases(self) -> int:
+        """Releases charged so far; known to every process."""
+        mine = self.ledger.num_releases if self.ledger else 0
+        return int(self.peers.broadcast(mine))
+
+    def release(self, step: int) -> dict[str, Tensor] | None:
+        """The noisy mean gradient of one logical step; None if the budget doesn't allow it.
+
+        Args:
+            step: Number of the step, the same on all processes.
+        """
+        self._refresh(step)
+        clipped, digest, verdict = self._attempt(step)
+        if verdict is Verdict.DIVERGED:
+            logger.warning(
+                "Step %d was released before with other weights, data, options or code: it is "
+                "drawn afresh and charged again, so the run stops that much earlier.",
+                step,
+            )
+            self.nonce = self.peers.broadcast(os.urandom(16))
+            clipped, digest, verdict = self._attempt(step)
+        if verdict is Verdict.EXHAUSTED:
+            return None
+        self.unsafe = clipped.unsafe
+        randomness = StepRandomness(self.key, step, digest, self.secure)
+        return privatize(
+            clipped, self.plan.noise_multiplier, self.plan.expected_batch_size, randomness
+        )
+
+    def may_release(self, step: int) -> bool:
+        """Whether a step has budget left, or may be the replay of one that is paid for."""
+        mine = self.ledger is None or (
+            self.ledger.num_releases < self.plan.steps or self.ledger.has_step(step)
+        )
+        return bool(self.peers.broadcast(mine))
+
+    def close(self) -> None:
+        """Let go of the ledger."""
+        if self.ledger is not None:
+            self.ledger.close()
+
+    def _refresh(self, step: int) -> None:
+        if self.geometry.is_due(step, self.preconditioner):
+            renewed = self.geometry.fit(step, self.query)
+            for note in renewed.notes if self.preconditioner is None else ():
+                logger.info("preconditioner: %s", note)
+            self.preconditioner = renewed
+            self._clipper = None
+        if self._clipper is None:
+            assert self.preconditioner is not None
+            query = self.query
+            self._clipper = Clipper(
+                query.model,
+                query.table,
+                self.preconditioner,
+                query.per_example_loss,
+                self.plan.clip_norm,
+            )
+            self._geometry_digest = self.preconditioner.fingerprint.encode()
+
+    def _attempt(self, step: int) -> tuple[ClippedSum, bytes, Verdict]:
+        """Draw, clip, sum, and ask the ledger; no noise yet."""
+        assert self._clipper is not None
+        before = self._digest()
+        content = hashlib.sha256()
+        batches = self._micro_batches(StepRandomness(self.key, step, before, self.secure), content)
+        mine = self._clipper.sum_of(batches)
+        total = ClippedSum(self.peers.sum(mine.values), mine.sensitivity, mine.unsafe)
+        digest = self._with_content(before, content.digest())
+        return total, digest, self.peers.broadcast(self._ask_ledger(step, digest))
+
+    def _micro_batches(
+        self, randomness: StepRandomness, content: hashlib._Hash
+    ) -> Iterator[tuple[Mapping[str, Any], int]]:
+        """Collated one at a time; everything that is read goes into the content's hash."""
+        sampler = PoissonSampler(
+            len(self.query.dataset),
+            self.plan.sampling_rate,
+            self.query.max_micro_batch,
+            self.peers.rank,
+            self.peers.world_size,
+        )
+        for indices in sampler.micro_batches(randomness):
+            inputs = self.query.collate([self.query.dataset[i] for i in indices])
+            _update(content, ((k, v) for k, v in inputs.items() if isinstance(v, Tensor)))
+            yield inputs, len(indices)
+
+    def _digest(self) -> bytes:
+        """Everything that determines the step's query, but the records drawn."""
+        trainable = {n for block in self.query.table for n in block.parameters}
+        parameters = ((n, p) for n, p in self.query.model.named_parameters() if n in trainable)
+        parts = [
+            self.plan.digest.encode(),
+            CODE_VERSION.encode(),
+            self.nonce,
+            self._geometry_digest,
+            self._frozen_digest,
+            self.query.loss_name.encode(),
+            _digest_of(parameters),
+            *self.peers.gather(_digest_of([("rng", torch.get_rng_state())])),
+        ]
+        return hashlib.sha256(b"\0".join(parts)).digest()
+
+    def _with_content(self, before: bytes, content: bytes) -> bytes:
+        # Keyed: without the key, the digest of private records tells nothing about them.
+        contents = b"".join(self.peers.gather(content))
+        return self.key.mac(before + contents, purpose="content")
+
+    def _ask_ledger(self, step: int, digest: bytes) -> Verdict:
+        if self.ledger is None:
+            return Verdict.CHARGED  # rank 0's answer is the one that counts
+        if self.ledger.has(step, digest.hex()):
+            return Verdict.REPLAYED
+        if self.ledger.has_step(step) and not self.nonce:
+            return Verdict.DIVERGED
+        try:
+            self.ledger.charge(step, digest.hex())
+        except BudgetError:
+            return Verdict.EXHAUSTED
+        return Verdict.CHARGED
+
+
+def _fixed_tensors(model: nn.Module, table: RouteTable) -> Iterator[tuple[str, Tensor]]:
+    trainable = {n for block in table for n in block.parameters}
+    yield from ((n, p) for n, p in model.named_parameters() if n not in trainable)
+    yield from model.named_buffers()
+
+
+def _digest_of(tensors: Any) -> bytes:
+    digest = hashlib.sha256()
+    _update(digest, tensors)
+    return digest.digest()
+
+
+def _update(digest: hashlib._Hash, tensors: Any) -> None:
+    for name, tensor in tensors:
+        flat = tensor.detach().cpu().contiguous()
+        digest.update(f"{name} {flat.dtype} {tuple(flat.shape)}".encode())
+        if flat.numel():
+            digest.update(flat.flatten().view(torch.uint8).numpy().data)
+
+
+@dataclass(frozen=True)
+class KeyStore:
+    """The folder of a run's key and of its ledger's head: outside ``output_dir``, owner only.
+
+    Key and checkpoints together would give un-noised sums, so they never lie in one place, and
+    the key is destroyed when training ends.
+    """
+
+    folder: Path
+
+    @property
+    def key_path(self) -> Path:
+        """The key's file."""
+        return self.folder / "key"
+
+    @property
+    def head_path(self) -> Path:
+        """The head of the ledger."""
+        return self.folder / "ledger-head"
+
+    def create(self) -> SecretKey:
+        """A new key; whatever was here belonged to an earlier run."""
+        self.destroy()
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        key = SecretKey.generate()
+        key.store(self.key_path)
+        return key
+
+    def load(self) -> SecretKey | None:
+        """The key of the run that is being resumed, if it still exists."""
+        return SecretKey.load(self.key_path) if self.key_path.exists() else None
+
+    def destroy(self) -> None:
+        """Overwrite and remove the key, and the head with it."""
+        if self.key_path.exists():
+            self.key_path.write_bytes(bytes(self.key_path.stat().st_size))
+            self.key_path.unlink()
+        self.head_path.unlink(missing_ok=True)

@@ -1,0 +1,538 @@
+"""DPKFCTrainer: Hugging Face's Trainer whose gradients are differentially private."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import broadcast_object_list, gather_object
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import ProgressCallback, Trainer
+from transformers.trainer_utils import TrainOutput
+from transformers.utils import logging
+
+from hf_dpkfc.callbacks import BudgetCallback, PrivacyProgressCallback
+from hf_dpkfc.config import DPKFCConfig
+from hf_dpkfc.curvature.catalogue import build_probe
+from hf_dpkfc.curvature.fit import probing
+from hf_dpkfc.curvature.preconditioner import Preconditioner
+from hf_dpkfc.curvature.probes import Probe
+from hf_dpkfc.engine import KeyStore, Peers, PrivateRun, Query
+from hf_dpkfc.errors import BudgetError, ConfigurationError, LedgerError, ProbeError
+from hf_dpkfc.layers.routes import inspect_model
+from hf_dpkfc.loading import Collate, logical_steps, neighbours, used_columns
+from hf_dpkfc.losses import CustomLoss, TaskLoss, task_of
+from hf_dpkfc.mechanism.independence import check_independence
+from hf_dpkfc.mechanism.randomness import SecretKey
+from hf_dpkfc.privacy.accounting import composed_epsilon
+from hf_dpkfc.privacy.ledger import PrivacyLedger
+from hf_dpkfc.privacy.plan import Adjacency, PrivacyPlan
+
+logger = logging.get_logger(__name__)
+
+LEDGER_NAME = "privacy_ledger.jsonl"
+PRECONDITIONER_NAME = "preconditioner.safetensors"
+TRAINER_STATE_NAME = "trainer_state.json"
+
+# What HF logs of the training batches. training_step returns zero, so these would be empty words.
+_MEANINGLESS_LOGS = ("loss", "train_loss", "total_flos")
+
+
+class DPKFCTrainer(Trainer):
+    """Private fine-tuning through HF's own doors.
+
+    Takes what ``Trainer`` takes, and:
+
+    Args:
+        args: A :class:`hf_dpkfc.DPKFCConfig`; it isn't modified.
+        per_example_loss: ``fn(outputs, inputs) -> [batch]`` for heads that we don't know.
+        public_dataset: Public records for ``probe="public"``.
+        **trainer_arguments: Anything else that ``Trainer`` takes.
+
+    Guarantees:
+        The weights after training are (ε, δ)-differentially private with respect to
+        ``train_dataset``, as ``trainer.plan`` states; so is everything that is logged, unless it
+        is under ``unsafe/``. Records of ``eval_dataset`` aren't covered.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: DPKFCConfig | None = None,
+        *,
+        per_example_loss: Callable[[Any, Mapping[str, Any]], Tensor] | None = None,
+        public_dataset: Any = None,
+        **trainer_arguments: Any,
+    ) -> None:
+        self._refuse_batch_losses(trainer_arguments)
+        self.per_example_loss = per_example_loss
+        self.public_dataset = public_dataset
+        self._run: PrivateRun | None = None
+        self._trial_number: int | None = None
+        self._spent: list[PrivacyPlan] = []
+        super().__init__(model=model, args=self._own_copy(args), **trainer_arguments)
+        self.model_accepts_loss_kwargs = False
+        self._refuse_setting()
+        self._install_callbacks()
+        self._warn_of_what_is_not_covered()
+
+    # ---- The public face ----
+
+    @property
+    def plan(self) -> PrivacyPlan:
+        """The plan: of the run under way, else of the run that ``train()`` would start."""
+        return self._run.plan if self._run is not None else self._make_plan()
+
+    @property
+    def preconditioner(self) -> Preconditioner | None:
+        """The preconditioner in force; None before the first step."""
+        return self._run.preconditioner if self._run is not None else None
+
+    def epsilon_spent(self) -> float:
+        """ε of the releases charged so far, infinite where nothing is claimed."""
+        if self._run is None:
+            return 0.0
+        if not self.args.claims_privacy:
+            return math.inf
+        return self._run.plan.epsilon_at(self._num_releases)
+
+    # ---- HF's doors ----
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, **kwargs: Any
+    ) -> TrainOutput:
+        """Train privately; calibrated before the first step, stopped before it would overspend."""
+        self._trial_number = getattr(trial, "number", None)
+        self._resume_from = self._checkpoint(resume_from_checkpoint)
+        output = super().train(resume_from_checkpoint=self._resume_from, trial=trial, **kwargs)
+        self._finish_run()
+        return _without_loss(output)
+
+    def get_train_dataloader(self) -> DataLoader[dict[str, Any]]:
+        """Opens the run and gives HF's loop its steps; records are drawn in ``training_step``."""
+        self._open_run()
+        plan = self.plan
+        return logical_steps(plan.steps_per_epoch, plan.dataset_size)
+
+    def training_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Tensor:
+        """One release: the noisy mean gradient goes to ``.grad``; the loss returned is zero."""
+        assert self._run is not None
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+        noisy_mean = self._run.release(self.state.global_step)
+        if noisy_mean is None:
+            self.control.should_training_stop = True
+            return torch.zeros((), device=self.args.device)
+        self._num_releases = self._run.num_releases
+        parameters = dict(self._run.query.model.named_parameters())
+        for name, gradient in noisy_mean.items():
+            parameters[name].grad = gradient.to(parameters[name].dtype)
+        return torch.zeros((), device=self.args.device)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """HF's logs without what would come from private batches, and with ε."""
+        logs = {name: value for name, value in logs.items() if name not in _MEANINGLESS_LOGS}
+        if self._run is not None and self.is_in_train:
+            logs |= {"privacy/epsilon": self.epsilon_spent(), "privacy/delta": self.plan.delta}
+            if self.args.log_unsafe_metrics:
+                logs |= self._unsafe_logs()
+        super().log(logs, start_time)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """HF's files; in a checkpoint also the preconditioner and a copy of the ledger."""
+        super().save_model(output_dir, _internal_call)
+        if _internal_call and self._run is not None and self.args.should_save:
+            folder = Path(output_dir or self.args.output_dir)
+            if self._run.preconditioner is not None:
+                self._run.preconditioner.save(folder / PRECONDITIONER_NAME)
+            shutil.copyfile(self._ledger_path(), folder / LEDGER_NAME)
+
+    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """HF's evaluation. Evaluation records aren't covered by the guarantee."""
+        chosen = self.eval_dataset if eval_dataset is None else eval_dataset
+        if chosen is not None and chosen is self.train_dataset:
+            logger.warning(
+                "Evaluating on the training set: these metrics are computed from private records "
+                "without noise. Don't publish them."
+            )
+        return super().evaluate(eval_dataset, *args, **kwargs)
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """HF's search. Every trial trains on the same records, and their costs add up."""
+        self._spent = []
+        best = super().hyperparameter_search(*args, **kwargs)
+        delta = max(plan.delta for plan in self._spent)
+        cost = composed_epsilon(
+            [(p.noise_multiplier, p.sampling_rate, p.steps) for p in self._spent], delta
+        )
+        logger.warning(
+            "Tuning isn't covered by any single trial's ε: %d trials on the same records spend "
+            "ε = %.4g together at δ = %.3g (RDP composition). State that, or tune on public data.",
+            len(self._spent),
+            cost,
+            delta,
+        )
+        return best
+
+    # ---- The constructor's chapters ----
+
+    def _refuse_batch_losses(self, arguments: Mapping[str, Any]) -> None:
+        is_overridden = type(self).compute_loss is not Trainer.compute_loss
+        if is_overridden or arguments.get("compute_loss_func"):
+            raise ConfigurationError(
+                "compute_loss is overridden, or compute_loss_func was given.",
+                why="they return one loss for the whole batch, and clipping needs each example's.",
+                way_out="pass per_example_loss=fn with fn(outputs, inputs) -> [batch].",
+            )
+
+    def _own_copy(self, args: DPKFCConfig | None) -> DPKFCConfig:
+        """Our own args: one loader item per step for HF's loop, no pushes behind our back."""
+        if not isinstance(args, DPKFCConfig):
+            raise ConfigurationError(
+                f"args is a {type(args).__name__}.",
+                why="the guarantee's options have no defaults that could be guessed.",
+                way_out="pass args=DPKFCConfig(output_dir=..., target_epsilon=..., ...).",
+            )
+        own = copy.copy(args)
+        self._wants_push = args.push_to_hub
+        own.push_to_hub = False
+        self._accumulation = args.gradient_accumulation_steps
+        own.gradient_accumulation_steps = 1
+        if self._accumulation > 1:
+            logger.info(
+                "gradient_accumulation_steps=%d enters the expected batch; HF's loop sees one item "
+                "per logical step.",
+                self._accumulation,
+            )
+        return own
+
+    def _refuse_setting(self) -> None:
+        if isinstance(self.train_dataset, IterableDataset) or (
+            self.train_dataset is not None and not hasattr(self.train_dataset, "__len__")
+        ):
+            raise ConfigurationError(
+                f"train_dataset is a {type(self.train_dataset).__name__}.",
+                why="Poisson sampling draws every record on its own, which needs random access.",
+                way_out="pass a data set with __len__ and __getitem__ (load without streaming).",
+            )
+        if self.args.n_gpu > 1:
+            raise ConfigurationError(
+                f"{self.args.n_gpu} GPUs in one process (nn.DataParallel).",
+                why="it splits batches behind the captured inputs.",
+                way_out="start one process per GPU: accelerate launch your_script.py.",
+            )
+
+    def _install_callbacks(self) -> None:
+        if self.pop_callback(ProgressCallback) is not None:
+            self.add_callback(PrivacyProgressCallback(self.epsilon_spent))
+        self.add_callback(BudgetCallback(lambda: self._run))
+
+    def _warn_of_what_is_not_covered(self) -> None:
+        if self.args.noise_multiplier == 0:
+            logger.warning("noise_multiplier=0: ε is infinite. Nothing here is private.")
+        if not self.args.claims_privacy:
+            logger.warning(
+                "probe='oracle': the preconditioner sees private records. No ε is claimed."
+            )
+        if self.args.load_best_model_at_end:
+            logger.warning(
+                "load_best_model_at_end chooses by evaluation records, which the guarantee for "
+                "train_dataset doesn't cover."
+            )
+        if self.args.dataloader_num_workers:
+            logger.warning(
+                "dataloader_num_workers has no effect on training: records are drawn and collated "
+                "inside each step."
+            )
+
+    # ---- The run ----
+
+    def _make_plan(self) -> PrivacyPlan:
+        """From public constants alone: options, number of processes, and the public size."""
+        args = self.args
+        size = args.public_dataset_size or len(self.train_dataset)
+        batch = args.per_device_train_batch_size * self._accumulation * args.world_size
+        per_epoch = math.ceil(size / batch)
+        fields = {
+            "clip_norm": args.clip_norm,
+            "expected_batch_size": batch,
+            "dataset_size": size,
+            "steps": args.max_steps
+            if args.max_steps > 0
+            else math.ceil(args.num_train_epochs * per_epoch),
+            "delta": args.target_delta or 1 / (10 * size),
+            "accountant": args.accountant,
+            "adjacency": Adjacency.ADD_REMOVE if args.public_dataset_size else Adjacency.ZERO_OUT,
+            "privacy_unit": args.privacy_unit,
+        }
+        if args.target_epsilon is not None:
+            return PrivacyPlan.calibrated(args.target_epsilon, **fields)
+        return PrivacyPlan(noise_multiplier=args.noise_multiplier, **fields)
+
+    def _open_run(self) -> None:
+        plan, query, probe = self._make_plan(), self._query(), self._probe()
+        peers: Peers = _AcceleratePeers(
+            self.args.process_index, self.args.world_size, self.accelerator
+        )
+        self._check_independence(query, probe)
+        key, ledger = self._open_ledger(plan, peers)
+        is_deterministic = self.args.device.type == "cpu"
+        self._run = PrivateRun(
+            plan=plan,
+            key=key,
+            ledger=ledger,
+            query=query,
+            geometry=self.args.geometry(probe),
+            peers=peers,
+            secure=self.args.secure_rng,
+            nonce=b"" if is_deterministic else peers.broadcast(os.urandom(16)),
+            preconditioner=self._saved_preconditioner(),
+        )
+        self._num_releases = self._run.num_releases
+        self._spent.append(plan)
+        logger.info("Privacy plan\n%s", plan)
+        if not self._run.may_release(self._first_step()):
+            raise BudgetError(
+                f"All {plan.steps} releases of the plan are charged already.",
+                why="steps lost in earlier launches were charged to the same budget.",
+                way_out="use the last checkpoint: it carries the guarantee.",
+            )
+
+    def _query(self) -> Query:
+        model = self.accelerator.unwrap_model(self.model)
+        table = inspect_model(model).require_covered()
+        own = self.per_example_loss
+        loss = CustomLoss(own) if own is not None else TaskLoss(task_of(model))
+
+        def with_autocast(module: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+            with self.compute_loss_context_manager():
+                return loss(module, inputs)
+
+        return Query(
+            model=model,
+            table=table,
+            per_example_loss=with_autocast,
+            loss_name=loss.name,
+            dataset=self.train_dataset,
+            collate=self._collate(),
+            max_micro_batch=self.args.per_device_train_batch_size,
+        )
+
+    def _collate(self) -> Collate:
+        keeps_all = not self.args.remove_unused_columns
+        columns = None if keeps_all else used_columns(self.model, self.label_names)
+        return Collate(self.data_collator, columns, self.args.device)
+
+    def _probe(self) -> Probe | None:
+        """The probe; None where nothing is preconditioned and none can be had."""
+        processor = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        is_oracle = self.args.probe == "oracle"
+        try:
+            return build_probe(
+                self.args.probe_options(),
+                self.accelerator.unwrap_model(self.model),
+                processor,
+                records=self.train_dataset if is_oracle else self.public_dataset,
+                collate=self._collate(),
+            )
+        except (ProbeError, ConfigurationError):
+            if self.args.preconditioner == "none":
+                return None
+            raise
+
+    def _check_independence(self, query: Query, probe: Probe | None) -> None:
+        """Once per launch, on probes: an example's loss and gradient are its own."""
+        if probe is None or not probe.is_data_free:
+            logger.warning(
+                "The neighbour check was skipped: no synthetic inputs can be made for this model. "
+                "Make sure that no example's loss depends on the others in its batch."
+            )
+            return
+        together, alone, through_collator = neighbours(probe, query.collate, self.args.device)
+        if not through_collator:
+            logger.info("The neighbour check ran without your collator, which doesn't take probes.")
+        with probing(query.model):
+            check_independence(query.model, query.table, query.per_example_loss, together, alone)
+
+    def _open_ledger(
+        self, plan: PrivacyPlan, peers: Peers
+    ) -> tuple[SecretKey, PrivacyLedger | None]:
+        """Key and ledger on rank 0; the key is then everybody's."""
+        if self._run is not None:
+            self._run.close()
+        key, ledger, failure = None, None, None
+        if peers.rank == 0:
+            try:
+                key, ledger = self._open_ledger_here(plan)
+            except LedgerError as error:
+                failure = error
+        failure = peers.broadcast(failure)
+        if failure is not None:
+            raise failure
+        return peers.broadcast(key), ledger
+
+    def _open_ledger_here(self, plan: PrivacyPlan) -> tuple[SecretKey, PrivacyLedger]:
+        store, path = self._key_store(), self._ledger_path()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if self._resume_from is None:
+            self._set_aside(path)
+            key = store.create()
+        else:
+            key = store.load() or _no_key(store, path)
+        return key, PrivacyLedger(
+            path, store.head_path, plan, lambda message: key.mac(message, purpose="ledger")
+        )
+
+    def _set_aside(self, path: Path) -> None:
+        """An earlier run's ledger is kept under another name: its cost was real."""
+        if path.exists():
+            with open(path, "rb") as file:
+                name = hashlib.sha256(file.read()).hexdigest()[:12]
+            kept = path.with_name(f"{path.stem}-{name}{path.suffix}")
+            path.rename(kept)
+            logger.warning(
+                "An earlier run in this folder spent budget of its own; its ledger is kept as %s. "
+                "Costs of runs on the same records add up.",
+                kept.name,
+            )
+
+    def _finish_run(self) -> None:
+        """Training has ended: the key goes, so that checkpoints can never give un-noised sums."""
+        assert self._run is not None
+        self._run.close()
+        if self.args.process_index == 0:
+            self._key_store().destroy()
+
+    def _key_store(self) -> KeyStore:
+        if self.args.privacy_key_path:
+            folder = Path(self.args.privacy_key_path).expanduser()
+        else:
+            state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state")
+            place = hashlib.sha256(str(self._run_folder().resolve()).encode()).hexdigest()[:16]
+            folder = state / "hf_dpkfc" / place
+        if folder.resolve().is_relative_to(Path(self.args.output_dir).resolve()):
+            raise ConfigurationError(
+                f"privacy_key_path={str(folder)!r} is inside output_dir.",
+                why="key and checkpoints together give un-noised sums of private gradients.",
+                way_out="choose a folder outside output_dir.",
+            )
+        return KeyStore(folder)
+
+    def _run_folder(self) -> Path:
+        folder = Path(self.args.output_dir)
+        return folder if self._trial_number is None else folder / f"run-{self._trial_number}"
+
+    def _ledger_path(self) -> Path:
+        return self._run_folder() / LEDGER_NAME
+
+    # ---- Resuming ----
+
+    def _checkpoint(self, resume_from_checkpoint: str | bool | None) -> str | None:
+        """The checkpoint to resume from; with True, the last one that was written whole."""
+        if not resume_from_checkpoint:
+            return None
+        if isinstance(resume_from_checkpoint, str):
+            return resume_from_checkpoint
+        found = [p for p in Path(self.args.output_dir).glob("checkpoint-*") if _is_complete(p)]
+        if not found:
+            raise ConfigurationError(
+                f"There is no complete checkpoint in {self.args.output_dir}.",
+                why="resume_from_checkpoint=True asks for the last one.",
+                way_out="start without it; a new run has a new budget, and its cost adds to the "
+                "old one's.",
+            )
+        return str(max(found, key=lambda p: int(p.name.rpartition("-")[2])))
+
+    def _first_step(self) -> int:
+        if self._resume_from is None:
+            return 0
+        state = json.loads((Path(self._resume_from) / TRAINER_STATE_NAME).read_text())
+        return int(state["global_step"])
+
+    def _saved_preconditioner(self) -> Preconditioner | None:
+        if self._resume_from is None:
+            return None
+        path = Path(self._resume_from) / PRECONDITIONER_NAME
+        if not path.exists():
+            return None
+        saved = Preconditioner.load(path)
+        device = self.args.device
+        tensors = [t for _, t in saved.tensors()]
+        return saved.to(device, tensors[0].dtype) if tensors else saved
+
+    # ---- Logs ----
+
+    def _unsafe_logs(self) -> dict[str, float]:
+        assert self._run is not None
+        unsafe = self._run.unsafe
+        count = max(1, unsafe.num_examples)
+        return {
+            "unsafe/train_loss": unsafe.total_loss / count,
+            "unsafe/clip_fraction": unsafe.num_clipped / count,
+            "unsafe/batch_size": unsafe.num_examples,
+        }
+
+
+@dataclass(frozen=True)
+class _AcceleratePeers:
+    """The processes of an Accelerate launch; a single one talks to nobody."""
+
+    rank: int
+    world_size: int
+    accelerator: Any
+
+    def gather(self, value: bytes) -> list[bytes]:
+        return [value] if self.world_size == 1 else gather_object([value])
+
+    def broadcast(self, value: Any) -> Any:
+        return value if self.world_size == 1 else broadcast_object_list([value])[0]
+
+    def sum(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if self.world_size == 1:
+            return dict(values)
+        names = sorted(values)
+        flat = torch.cat([values[name].flatten() for name in names])
+        parts = self.accelerator.reduce(flat, reduction="sum").split(
+            [values[name].numel() for name in names]
+        )
+        return {n: part.view(values[n].shape) for n, part in zip(names, parts, strict=True)}
+
+
+def _no_key(store: KeyStore, ledger: Path) -> SecretKey:
+    raise LedgerError(
+        f"The key of {ledger} isn't in {store.folder}.",
+        why="a key is destroyed when its training ends; without it the ledger can't be continued "
+        "and lost steps can't be replayed.",
+        way_out="if training had ended, the model is finished. Otherwise point privacy_key_path to "
+        "the key, or start a new run.",
+    )
+
+
+def _is_complete(checkpoint: Path) -> bool:
+    """HF writes trainer_state.json last; a kill before or inside leaves it absent or torn."""
+    try:
+        json.loads((checkpoint / TRAINER_STATE_NAME).read_text())
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _without_loss(output: TrainOutput) -> TrainOutput:
+    metrics = {k: v for k, v in output.metrics.items() if k not in _MEANINGLESS_LOGS}
+    return output._replace(training_loss=0.0, metrics=metrics)
