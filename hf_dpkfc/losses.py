@@ -176,14 +176,19 @@ def _causal_lm(outputs: Any, targets: Mapping[str, Tensor]) -> Tensor:
 
 
 def _span(outputs: Any, targets: Mapping[str, Tensor]) -> Tensor:
-    """Mean of both ends; positions outside the window are ignored, as HF does."""
+    """Mean of both ends; positions outside the window are ignored, as HF does.
+
+    Unlike in HF, padding is no candidate answer: its share in the softmax would depend on how long
+    the neighbours are.
+    """
     length = outputs.start_logits.shape[1]
+    padding = targets["attention_mask"] == 0 if "attention_mask" in targets else None
     ends = []
-    for logits, key in (
-        (outputs.start_logits, "start_positions"),
-        (outputs.end_logits, "end_positions"),
-    ):
-        position = targets[key].view(-1).clamp(0, length)
+    for end in ("start", "end"):
+        logits = getattr(outputs, f"{end}_logits")
+        if padding is not None:
+            logits = logits.masked_fill(padding, torch.finfo(logits.dtype).min)
+        position = targets[f"{end}_positions"].view(-1).clamp(0, length)
         ends.append(F.cross_entropy(logits, position, reduction="none", ignore_index=length))
     return (ends[0] + ends[1]) / 2
 

@@ -78,6 +78,9 @@ class DPKFCTrainer(Trainer):
         self.per_example_loss = per_example_loss
         self.public_dataset = public_dataset
         self._run: PrivateRun | None = None
+        self._num_releases = 0
+        self._continues = False
+        self._resume_from: str | None = None
         self._trial_number: int | None = None
         self._spent: list[PrivacyPlan] = []
         super().__init__(model=model, args=self._own_copy(args), **trainer_arguments)
@@ -113,6 +116,7 @@ class DPKFCTrainer(Trainer):
     ) -> TrainOutput:
         """Train privately; calibrated before the first step, stopped before it would overspend."""
         self._trial_number = getattr(trial, "number", None)
+        self._continues = bool(resume_from_checkpoint)
         self._resume_from = self._checkpoint(resume_from_checkpoint)
         output = super().train(resume_from_checkpoint=self._resume_from, trial=trial, **kwargs)
         self._finish_run()
@@ -317,8 +321,7 @@ class DPKFCTrainer(Trainer):
     def _query(self) -> Query:
         model = self.accelerator.unwrap_model(self.model)
         table = inspect_model(model).require_covered()
-        own = self.per_example_loss
-        loss = CustomLoss(own) if own is not None else TaskLoss(task_of(model))
+        loss = self._loss()
 
         def with_autocast(module: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
             with self.compute_loss_context_manager():
@@ -333,6 +336,12 @@ class DPKFCTrainer(Trainer):
             collate=self._collate(),
             max_micro_batch=self.args.per_device_train_batch_size,
         )
+
+    def _loss(self) -> CustomLoss | TaskLoss:
+        """The loss of each example, in the model's own precision."""
+        if self.per_example_loss is not None:
+            return CustomLoss(self.per_example_loss)
+        return TaskLoss(task_of(self.accelerator.unwrap_model(self.model)))
 
     def _collate(self) -> Collate:
         keeps_all = not self.args.remove_unused_columns
@@ -368,7 +377,7 @@ class DPKFCTrainer(Trainer):
         if not through_collator:
             logger.info("The neighbour check ran without your collator, which doesn't take probes.")
         with probing(query.model):
-            check_independence(query.model, query.table, query.per_example_loss, together, alone)
+            check_independence(query.model, query.table, self._loss(), together, alone)
 
     def _open_ledger(
         self, plan: PrivacyPlan, peers: Peers
@@ -390,11 +399,11 @@ class DPKFCTrainer(Trainer):
     def _open_ledger_here(self, plan: PrivacyPlan) -> tuple[SecretKey, PrivacyLedger]:
         store, path = self._key_store(), self._ledger_path()
         path.parent.mkdir(parents=True, exist_ok=True)
-        if self._resume_from is None:
+        if self._continues:
+            key = store.load() or _no_key(store, path)
+        else:
             self._set_aside(path)
             key = store.create()
-        else:
-            key = store.load() or _no_key(store, path)
         return key, PrivacyLedger(
             path, store.head_path, plan, lambda message: key.mac(message, purpose="ledger")
         )
@@ -444,20 +453,26 @@ class DPKFCTrainer(Trainer):
     # ---- Resuming ----
 
     def _checkpoint(self, resume_from_checkpoint: str | bool | None) -> str | None:
-        """The checkpoint to resume from; with True, the last one that was written whole."""
+        """The checkpoint to resume from; with True, the last one that was written whole.
+
+        A run that was killed before its first checkpoint is resumed from step 0: with its key and
+        ledger, the steps that it took are replayed and cost nothing more.
+        """
         if not resume_from_checkpoint:
             return None
         if isinstance(resume_from_checkpoint, str):
             return resume_from_checkpoint
         found = [p for p in Path(self.args.output_dir).glob("checkpoint-*") if _is_complete(p)]
-        if not found:
+        if found:
+            return str(max(found, key=lambda p: int(p.name.rpartition("-")[2])))
+        if not self._ledger_path().exists():
             raise ConfigurationError(
-                f"There is no complete checkpoint in {self.args.output_dir}.",
-                why="resume_from_checkpoint=True asks for the last one.",
-                way_out="start without it; a new run has a new budget, and its cost adds to the "
-                "old one's.",
+                f"There is nothing to resume in {self.args.output_dir}.",
+                why="resume_from_checkpoint=True asks for a run that was interrupted.",
+                way_out="start without it.",
             )
-        return str(max(found, key=lambda p: int(p.name.rpartition("-")[2])))
+        logger.warning("No complete checkpoint: the interrupted run is replayed from its start.")
+        return None
 
     def _first_step(self) -> int:
         if self._resume_from is None:

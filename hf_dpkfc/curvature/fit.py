@@ -162,11 +162,6 @@ class _Passes:
     def dtype(self) -> torch.dtype:
         return accumulation_dtype(next(self.model.parameters()).dtype)
 
-    @property
-    def noise_floor(self) -> float:
-        """A factor whose signal is below this holds rounding error, which isn't to be inverted."""
-        return min(2.0**-5, 2.0**10 * torch.finfo(next(self.model.parameters()).dtype).eps)
-
     def for_factors(self) -> Iterator[tuple[Captured, Tensor | None]]:
         """Every probe batch, with its attention mask."""
         generator = torch.Generator().manual_seed(self.seed)
@@ -205,7 +200,7 @@ class _Passes:
 
 
 def _fit_kronecker(passes: _Passes) -> tuple[dict[str, LinearMap], list[str]]:
-    pairs = _estimate_factors(passes)
+    pairs, noise_floor = _estimate_factors(passes)
     _require_rank_below_widest(pairs, passes.options)
     notes: list[str] = []
     roots: dict[int, Root] = {}
@@ -214,7 +209,7 @@ def _fit_kronecker(passes: _Passes) -> tuple[dict[str, LinearMap], list[str]]:
         if not math.isfinite(pair.A.trace() + pair.G.trace()):
             raise _not_finite(name)
         signal = min(pair.A.signal(), pair.G.signal())
-        if signal <= passes.noise_floor:
+        if signal <= noise_floor:
             notes.append(f"{name}: identity, {_AWAITS if signal == 0 else _CANCELS}")
             maps[name] = ScalarMap()
             continue
@@ -225,10 +220,13 @@ def _fit_kronecker(passes: _Passes) -> tuple[dict[str, LinearMap], list[str]]:
     return maps, notes
 
 
-def _estimate_factors(passes: _Passes) -> dict[str, FactorPair]:
+def _estimate_factors(passes: _Passes) -> tuple[dict[str, FactorPair], float]:
+    """Factors by block, and the signal below which one holds only rounding error."""
     pairs: dict[str, FactorPair] = {}
+    eps = 0.0
     for captured, mask in passes.for_factors():
         inputs: dict[tuple[Any, ...], Factor] = {}
+        eps = max(eps, captured.eps)
         for block in passes.table:
             gradient = captured.gradient(block) if block.treatment == "kfac" else None
             if not isinstance(gradient, OuterGradient):
@@ -236,7 +234,7 @@ def _estimate_factors(passes: _Passes) -> dict[str, FactorPair]:
             if block.name not in pairs:
                 pairs[block.name] = _new_pair(gradient, inputs, passes.options)
             pairs[block.name].add(gradient, mask)
-    return pairs
+    return pairs, min(2.0**-5, 2.0**10 * eps)
 
 
 def _new_pair(

@@ -59,6 +59,12 @@ class Captured:
         """Number of examples in the pass."""
         return len(self.losses)
 
+    @property
+    def eps(self) -> float:
+        """Rounding of the coarsest δ, which autocast may make coarser than the parameters."""
+        dtypes = {call.delta.dtype for calls in self.calls.values() for call in calls}
+        return max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
+
     def gradient(self, block: Block) -> PerSampleGradient | None:
         """The block's per-sample gradients; None if the loss doesn't depend on the block."""
         parts = [

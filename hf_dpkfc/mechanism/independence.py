@@ -1,8 +1,9 @@
 """One check before training: is an example's gradient its own, and do we have all of it?
 
-A batch of probes is run together and one example at a time. Losses must agree, or examples depend
-on their neighbours; gradient norms must agree with autograd's, or a parameter is used in a way
-that no rule covers; buffers must stay, or statistics of private records would be kept.
+A batch of probes is run together and one example at a time. What our rules sum up over the batch
+must be autograd's gradient, or a parameter is used in a way that no rule covers; each example's
+loss and gradient must be the same among others and alone, or examples depend on their neighbours;
+buffers must stay, or statistics of private records would be kept.
 """
 
 from __future__ import annotations
@@ -14,12 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_dpkfc.errors import NeighbourError, UnsupportedLayerError
-from hf_dpkfc.layers.capture import PerExampleLoss, capture
-from hf_dpkfc.layers.routes import Block, RouteTable
-
-# Padding to another length changes the order of float32 sums; a dependence is far larger than this.
-TOLERANCE = {torch.float64: 1e-6}
-LOOSE_TOLERANCE = 1e-2
+from hf_dpkfc.layers.capture import Captured, PerExampleLoss, capture
+from hf_dpkfc.layers.layout import accumulation_dtype
+from hf_dpkfc.layers.routes import RouteTable
 
 
 def check_independence(
@@ -39,66 +37,106 @@ def check_independence(
         alone: The same examples, each as a batch of one.
 
     Raises:
-        NeighbourError: If a loss depends on the neighbours, or a buffer changes.
+        NeighbourError: If a loss or gradient depends on the neighbours, or a buffer changes.
         UnsupportedLayerError: If a parameter's captured gradient isn't autograd's.
     """
-    tolerance = TOLERANCE.get(next(model.parameters()).dtype, LOOSE_TOLERANCE)
+    loss_tolerance, gradient_tolerance = _tolerances(next(model.parameters()).dtype)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     captured = capture(model, table, per_example_loss, together, len(alone))
-    norms = {
-        block.name: gradient.sq_norms().sqrt()
-        for block in table
-        if (gradient := captured.gradient(block)) is not None
-    }
+    everyone = torch.ones_like(captured.losses).to(accumulation_dtype(captured.losses.dtype))
+    whole = _gradients(model, table, per_example_loss(model, together))
+    _require_covered(_captured_sum(captured, table, everyone), whole, gradient_tolerance)
     for i, inputs in enumerate(alone):
-        loss = per_example_loss(model, inputs)
-        _require_own_loss(i, captured.losses[i], loss.detach()[0], tolerance)
-        _require_own_gradient(i, model, table, norms, loss, tolerance)
+        losses = per_example_loss(model, inputs)
+        own = _gradients(model, table, losses)
+        only_i = torch.zeros_like(everyone)
+        only_i[i] = 1
+        _require_own_loss(i, captured.losses[i], losses.detach()[0], loss_tolerance)
+        _require_own_gradient(i, _captured_sum(captured, table, only_i), own, gradient_tolerance)
     _require_same_buffers(model, buffers)
+
+
+def _tolerances(dtype: torch.dtype) -> tuple[float, float]:
+    """Of losses and of gradients: another padding changes only the order of sums."""
+    eps = torch.finfo(dtype).eps
+    return 2.0**7 * eps, min(0.25, 2.0**13 * eps)
+
+
+def _gradients(model: nn.Module, table: RouteTable, losses: Tensor) -> dict[str, Tensor]:
+    """Autograd's own, by parameter name; zero where the loss doesn't depend on a parameter."""
+    parameters = dict(model.named_parameters())
+    names = [name for block in table for name in block.parameters]
+    grads = torch.autograd.grad(losses.sum(), [parameters[n] for n in names], allow_unused=True)
+    return {
+        name: torch.zeros_like(parameters[name]) if grad is None else grad
+        for name, grad in zip(names, grads, strict=True)
+    }
+
+
+def _captured_sum(captured: Captured, table: RouteTable, weights: Tensor) -> dict[str, Tensor]:
+    """Our rules' weighted sum, by parameter name; blocks that weren't reached are left out."""
+    parts: dict[str, Tensor] = {}
+    for block in table:
+        gradient = captured.gradient(block)
+        if gradient is not None:
+            parts |= block.split(gradient.weighted_sum(weights))
+    return parts
+
+
+def _largest_difference(
+    ours: Mapping[str, Tensor], autograds: Mapping[str, Tensor]
+) -> tuple[str, float]:
+    """The parameter with the largest difference, relative to its own gradient's norm.
+
+    Norms below 2^-13 of the whole gradient's count as that much: a key's bias, whose gradient is
+    zero but for rounding, has no direction to compare.
+    """
+    norms = {name: float(grad.double().norm()) for name, grad in autograds.items()}
+    floor = max(1e-9, 2.0**-13 * sum(norm**2 for norm in norms.values()) ** 0.5)
+    relative = {
+        name: float((ours[name] - grad).double().norm() if name in ours else norms[name])
+        / max(norms[name], floor)
+        for name, grad in autograds.items()
+    }
+    worst = max(relative, key=lambda name: relative[name])
+    return worst, relative[worst]
+
+
+def _require_covered(
+    ours: Mapping[str, Tensor], autograds: Mapping[str, Tensor], tolerance: float
+) -> None:
+    name, difference = _largest_difference(ours, autograds)
+    if difference > tolerance:
+        raise UnsupportedLayerError(
+            f"The gradient of {name} by our rule differs from autograd's by {difference:.2g}.",
+            why="the parameter is used somewhere that the rule doesn't see, so part of its "
+            "gradient would escape the clip norm.",
+            way_out="freeze it with requires_grad_(False), or register a rule with "
+            "opacus.grad_sample.register_grad_sampler.",
+        )
 
 
 def _require_own_loss(i: int, in_batch: Tensor, alone: Tensor, tolerance: float) -> None:
     if (in_batch - alone).abs() > tolerance * alone.abs().clamp(min=1.0):
-        raise NeighbourError(
-            f"Example {i} of a probe batch has loss {in_batch:.6g} among others and "
-            f"{alone:.6g} alone.",
-            why="clipping one example's gradient bounds its influence only if it has none on the "
-            "others'.",
-            way_out="use a loss, collator and model that treat examples separately: no packing, "
-            "mixup or in-batch negatives; with left padding, position_ids from the mask.",
-        )
+        raise _depends(f"loss {in_batch:.6g} among others and {alone:.6g} alone", i)
 
 
 def _require_own_gradient(
-    i: int,
-    model: nn.Module,
-    table: RouteTable,
-    norms: Mapping[str, Tensor],
-    loss: Tensor,
-    tolerance: float,
+    i: int, in_batch: Mapping[str, Tensor], alone: Mapping[str, Tensor], tolerance: float
 ) -> None:
-    parameters = dict(model.named_parameters())
-    trainable = {n: parameters[n] for block in table for n in block.parameters}
-    grads = torch.autograd.grad(loss.sum(), list(trainable.values()), allow_unused=True)
-    by_name = dict(zip(trainable, grads, strict=True))
-    expected = {block.name: _norm(block, by_name) for block in table}
-    scale = sum(value**2 for value in expected.values()) ** 0.5
-    for block in table:
-        captured = float(norms[block.name][i]) if block.name in norms else 0.0
-        if abs(captured - expected[block.name]) > tolerance * max(scale, 1e-6):
-            raise UnsupportedLayerError(
-                f"The gradient of {', '.join(block.parameters)} has norm {captured:.6g} by our "
-                f"rule and {expected[block.name]:.6g} by autograd.",
-                why="the parameter is used somewhere that the rule doesn't see, so part of its "
-                "gradient would escape the clip norm.",
-                way_out="freeze it with requires_grad_(False), or register a rule with "
-                "opacus.grad_sample.register_grad_sampler.",
-            )
+    name, difference = _largest_difference(in_batch, alone)
+    if difference > tolerance:
+        raise _depends(f"a gradient of {name} that differs by {difference:.2g} among others", i)
 
 
-def _norm(block: Block, grads: Mapping[str, Tensor | None]) -> float:
-    squares = [g.double().square().sum() for n in block.parameters if (g := grads[n]) is not None]
-    return float(sum(squares)) ** 0.5
+def _depends(what: str, i: int) -> NeighbourError:
+    return NeighbourError(
+        f"Example {i} of a probe batch has {what}.",
+        why="clipping one example's gradient bounds its influence only if it has none on the "
+        "others'.",
+        way_out="use a loss, collator and model that treat examples separately: no packing, "
+        "mixup or in-batch negatives; with left padding, position_ids from the mask.",
+    )
 
 
 def _require_same_buffers(model: nn.Module, before: Mapping[str, Tensor]) -> None:

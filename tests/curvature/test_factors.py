@@ -221,7 +221,7 @@ def test_kfac_is_exact_on_deep_linear_nets(approx):
                 0,
                 loss,
             )
-            pair = fit._estimate_factors(passes)[name]
+            pair = fit._estimate_factors(passes)[0][name]
         kronecker = torch.kron(pair.G.covariance(), pair.A.covariance())
         torch.testing.assert_close(kronecker, fisher)
 

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import settings
+from transformers import HfArgumentParser, TrainingArguments
+
+from hf_dpkfc import DPKFCConfig
+from hf_dpkfc.errors import ConfigurationError
+
+
+def test_ours_are_only_what_we_add():
+    theirs = {f.name for f in dataclasses.fields(TrainingArguments)}
+    added = {f.name for f in dataclasses.fields(DPKFCConfig)} - theirs
+    assert {"target_epsilon", "clip_norm", "preconditioner", "probe"} <= added
+    assert all(DPKFCConfig.__dataclass_fields__[name].metadata["help"] for name in added)
+
+
+def test_the_command_line_parses_every_option(tmp_path):
+    parser = HfArgumentParser(DPKFCConfig)
+    (args,) = parser.parse_args_into_dataclasses(
+        [
+            "--output_dir",
+            str(tmp_path),
+            "--target_epsilon",
+            "2",
+            "--kfac_approx",
+            "expand",
+            "--probe_refresh_steps",
+            "7",
+            "--secure_rng",
+            "true",
+        ]
+    )
+    assert (args.target_epsilon, args.kfac_approx, args.probe_refresh_steps) == (2.0, "expand", 7)
+    assert args.secure_rng is True
+
+
+def test_yaml_parses(tmp_path):
+    (tmp_path / "c.yaml").write_text(f"output_dir: {tmp_path}\ntarget_epsilon: 1.5\nrank: null\n")
+    (args,) = HfArgumentParser(DPKFCConfig).parse_yaml_file(str(tmp_path / "c.yaml"))
+    assert (args.target_epsilon, args.rank) == (1.5, None)
+
+
+def test_a_config_survives_to_dict(tmp_path):
+    args = settings.config(tmp_path, damping=0.3)
+    again = DPKFCConfig(
+        **{
+            f.name: args.to_dict()[f.name]
+            for f in dataclasses.fields(DPKFCConfig)
+            if f.init and f.name in args.to_dict()
+        }
+    )
+    assert again.to_dict() == args.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"fp16": True}, "fp16"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+        ({"dataloader_drop_last": True}, "dataloader_drop_last"),
+        ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy"),
+        ({"gradient_checkpointing": True}, "gradient_checkpointing"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
+        ({"include_num_input_tokens_seen": True}, "include_num_input_tokens_seen"),
+        ({"ignore_data_skip": True}, "ignore_data_skip"),
+        ({"optim": "galore_adamw_layerwise"}, "optim"),
+        ({"optim": "adalomo"}, "optim"),
+        ({"use_liger_kernel": True}, "use_liger_kernel"),
+        ({"torch_compile": True}, "torch_compile"),
+        ({"target_epsilon": None}, "target_epsilon=None, noise_multiplier=None"),
+        ({"target_epsilon": 0.0}, "target_epsilon=0.0"),
+        ({"target_epsilon": float("nan")}, "target_epsilon=nan"),
+        ({"target_delta": 0.0}, "target_delta=0.0"),
+        ({"clip_norm": -1.0}, "clip_norm=-1.0"),
+        ({"damping": 0.0}, "damping=0.0"),
+        ({"rank": 0}, "rank=0"),
+        ({"probe": "gaussian"}, "probe='gaussian'"),
+        ({"preconditioner": "newton"}, "preconditioner='newton'"),
+        ({"kfac_approx": "flatten"}, "kfac_approx='flatten'"),
+        ({"probe_refresh_steps": 0}, "probe_refresh_steps=0"),
+        ({"public_dataset_size": 0}, "public_dataset_size=0"),
+        ({"accountant": "gdp"}, "accountant='gdp'"),
+        ({"per_device_train_batch_size": 0}, "per_device_train_batch_size=0"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_would_break_a_promise_is_refused_by_name(tmp_path, change, match):
+    with pytest.raises(ConfigurationError, match=match) as caught:
+        settings.config(tmp_path, **change)
+    assert "Why:" in str(caught.value)
+    assert "Way out:" in str(caught.value)
+
+
+def test_both_epsilon_and_noise_are_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match="exactly one"):
+        DPKFCConfig(output_dir=str(tmp_path), target_epsilon=1.0, noise_multiplier=1.0)
+
+
+def test_our_default_leaves_the_private_gradient_unclipped(tmp_path):
+    assert settings.config(tmp_path).max_grad_norm == 0.0

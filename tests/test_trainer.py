@@ -1,0 +1,501 @@
+from __future__ import annotations
+
+import copy
+import logging
+import math
+
+import models
+import peft
+import pytest
+import settings
+import tokenizers_zoo
+import torch
+from torch.utils.data import IterableDataset
+from transformers import (
+    BertConfig,
+    BertForQuestionAnswering,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    DataCollatorForLanguageModeling,
+    DataCollatorForTokenClassification,
+    DefaultDataCollator,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from hf_dpkfc import DPKFCConfig, DPKFCTrainer
+from hf_dpkfc.errors import (
+    ConfigurationError,
+    NeighbourError,
+    UnsupportedLayerError,
+    UnsupportedTaskError,
+)
+from hf_dpkfc.losses import Task
+from hf_dpkfc.mechanism.randomness import SecretKey
+
+
+@pytest.fixture
+def warnings_of(caplog):
+    """What our loggers say; transformers' own logger doesn't propagate by itself."""
+    from transformers.utils import logging as hf_logging
+
+    hf_logging.enable_propagation()
+    logging.getLogger("hf_dpkfc").propagate = True
+    with caplog.at_level(logging.INFO):
+        yield caplog
+    hf_logging.disable_propagation()
+
+
+def test_without_noise_clipping_or_geometry_it_is_the_plain_trainer(tmp_path):
+    data = settings.text_data(24)
+    plain = settings.bert(dropout=0.0)
+    private = copy.deepcopy(plain)
+    shared = {"max_steps": 5, "learning_rate": 0.1, "optim": "sgd", "lr_scheduler_type": "linear"}
+    Trainer(
+        model=plain,
+        args=TrainingArguments(
+            str(tmp_path / "a"),
+            per_device_train_batch_size=24,
+            max_grad_norm=0.0,
+            report_to="none",
+            save_strategy="no",
+            use_cpu=True,
+            **shared,
+        ),
+        train_dataset=data,
+        processing_class=tokenizers_zoo.build("bert"),
+    ).train()
+    settings.trainer(
+        tmp_path / "b",
+        private,
+        data,
+        noise_multiplier=0.0,
+        clip_norm=1e9,
+        preconditioner="none",
+        per_device_train_batch_size=6,
+        gradient_accumulation_steps=4,
+        **shared,
+    ).train()
+    difference = (settings.weights(plain) - settings.weights(private)).abs().max()
+    assert difference < 1e-5
+
+
+def test_the_plan_is_spent_exactly_and_logged(tmp_path):
+    trainer = settings.trainer(tmp_path, gradient_accumulation_steps=2)
+    plan = trainer.plan
+    assert plan.expected_batch_size == 16
+    assert plan.steps == 4
+    assert trainer.epsilon_spent() == 0.0
+    trainer.train()
+    assert trainer.epsilon_spent() == plan.epsilon <= 3.0
+    epsilons = [log["privacy/epsilon"] for log in trainer.state.log_history]
+    assert epsilons == sorted(epsilons)
+    assert trainer.state.global_step == 4
+
+
+def test_epochs_become_steps_as_in_hf(tmp_path):
+    trainer = settings.trainer(tmp_path, max_steps=-1, num_train_epochs=1.5)
+    assert trainer.plan.steps == math.ceil(1.5 * math.ceil(60 / 8)) == 12
+    trainer.train()
+    assert trainer.state.global_step == 12
+    assert trainer._run.num_releases == 12
+
+
+def test_the_learning_rate_follows_logical_steps(tmp_path):
+    trainer = settings.trainer(tmp_path, gradient_accumulation_steps=3, lr_scheduler_type="linear")
+    trainer.train()
+    rates = [log["learning_rate"] for log in trainer.state.log_history if "learning_rate" in log]
+    assert rates == pytest.approx([1e-3, 0.75e-3, 0.5e-3, 0.25e-3])
+
+
+SAFE_LOGS = {"grad_norm", "learning_rate", "epoch", "step", "privacy/epsilon", "privacy/delta"}
+SAFE_LOGS |= {"train_runtime", "train_samples_per_second", "train_steps_per_second"}
+
+
+def test_nothing_unnoised_is_logged_or_returned(tmp_path):
+    trainer = settings.trainer(tmp_path)
+    output = trainer.train()
+    assert {key for log in trainer.state.log_history for key in log} <= SAFE_LOGS
+    assert output.training_loss == 0.0
+    assert "train_loss" not in output.metrics
+    assert trainer.state.num_input_tokens_seen == 0
+    assert trainer.state.total_flos == 0
+
+
+def test_unsafe_metrics_carry_their_name(tmp_path):
+    trainer = settings.trainer(tmp_path, log_unsafe_metrics=True)
+    trainer.train()
+    keys = {key for log in trainer.state.log_history for key in log} - SAFE_LOGS
+    assert keys == {"unsafe/train_loss", "unsafe/clip_fraction", "unsafe/batch_size"}
+
+
+def test_the_callers_args_are_not_modified(tmp_path):
+    args = settings.config(tmp_path, gradient_accumulation_steps=4)
+    before = args.to_dict()
+    DPKFCTrainer(
+        model=settings.bert(),
+        args=args,
+        train_dataset=settings.text_data(),
+        processing_class=tokenizers_zoo.build("bert"),
+    ).train()
+    assert args.to_dict() == before
+
+
+def test_the_same_seed_gives_the_same_start_and_other_noise(tmp_path):
+    finals = []
+    for name in "ab":
+        trainer = settings.trainer(tmp_path / name, seed=42)
+        trainer.train()
+        finals.append(settings.weights(trainer.model))
+    assert not torch.equal(*finals)
+
+
+def test_the_first_preconditioner_does_not_depend_on_private_data(tmp_path):
+    prints = []
+    for seed in (1, 2):
+        data = settings.text_data(seed=seed)
+        trainer = settings.trainer(tmp_path / str(seed), data=data, max_steps=1)
+        trainer.train()
+        prints.append(trainer.preconditioner.fingerprint)
+    assert prints[0] == prints[1]
+
+
+def test_one_record_more_changes_no_public_number(tmp_path):
+    """G4: rates, steps, divisors and learning rates come from public constants."""
+    plans, rates = [], []
+    for count in (60, 61):
+        trainer = settings.trainer(
+            tmp_path / str(count), data=settings.text_data(count), public_dataset_size=60
+        )
+        trainer.train()
+        plans.append(trainer.plan)
+        rates.append([log.get("learning_rate") for log in trainer.state.log_history])
+    assert plans[0] == plans[1]
+    assert rates[0] == rates[1]
+    assert "add/remove" in plans[0].adjacency
+
+
+def test_an_empty_draw_is_a_step_of_pure_noise(tmp_path):
+    trainer = settings.trainer(
+        tmp_path, public_dataset_size=10**7, noise_multiplier=1.0, max_steps=2
+    )
+    before = settings.weights(trainer.model)
+    trainer.train()
+    assert trainer._run.num_releases == 2
+    assert trainer._run.unsafe.num_examples == 0
+    assert not torch.equal(before, settings.weights(trainer.model))
+
+
+SMALL = {
+    "vocab_size": 90,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+}
+
+
+def small(cls, **config):
+    torch.manual_seed(0)
+    return cls(BertConfig(**SMALL, **config))
+
+
+def rows(**columns):
+    return [
+        {"input_ids": [5, 20 + i % 9, 21, 6], **{k: v(i) for k, v in columns.items()}}
+        for i in range(40)
+    ]
+
+
+def task_settings(task):
+    tokenizer = tokenizers_zoo.build("bert")
+    lm = DataCollatorForLanguageModeling
+    return {
+        Task.SINGLE_LABEL: (
+            small(BertForSequenceClassification),
+            rows(labels=lambda i: i % 2),
+            None,
+        ),
+        "pairs": (
+            small(BertForSequenceClassification),
+            rows(labels=lambda i: i % 2, token_type_ids=lambda i: [0, 0, 1, 1]),
+            None,
+        ),
+        Task.MULTI_LABEL: (
+            small(BertForSequenceClassification, problem_type="multi_label_classification"),
+            rows(labels=lambda i: [1.0, float(i % 2)]),
+            None,
+        ),
+        Task.REGRESSION: (
+            small(BertForSequenceClassification, num_labels=1),
+            rows(labels=lambda i: i / 10),
+            None,
+        ),
+        Task.TOKEN_LABEL: (
+            small(BertForTokenClassification),
+            rows(labels=lambda i: [-100, i % 2, 1, -100]),
+            DataCollatorForTokenClassification(tokenizer),
+        ),
+        Task.SPAN: (
+            small(BertForQuestionAnswering),
+            rows(start_positions=lambda i: 1, end_positions=lambda i: 2),
+            DefaultDataCollator(),
+        ),
+        Task.MASKED_LM: (models.build("bert-mlm").float(), rows(), lm(tokenizer)),
+        Task.CAUSAL_LM: (models.build("gpt2").float(), rows(), lm(tokenizer, mlm=False)),
+        "image": (
+            models.build("vit").float(),
+            [{"pixel_values": torch.randn(2, 8, 8), "labels": i % 3} for i in range(40)],
+            DefaultDataCollator(),
+        ),
+    }[task]
+
+
+@pytest.mark.parametrize("task", [*(t for t in Task), "pairs", "image"], ids=str)
+@pytest.mark.parametrize("preconditioner", ["kfac", "none"])
+def test_every_head_trains(tmp_path, task, preconditioner):
+    model, data, collator = task_settings(task)
+    trainer = settings.trainer(
+        tmp_path,
+        model,
+        data,
+        max_steps=2,
+        preconditioner=preconditioner,
+        **({"data_collator": collator} if collator else {}),
+    )
+    before = settings.weights(model).clone()
+    trainer.train()
+    after = settings.weights(trainer.model)
+    assert torch.isfinite(after).all()
+    assert not torch.equal(before, after)
+
+
+def test_an_unknown_head_is_refused_and_a_loss_of_ones_own_works(tmp_path):
+    torch.manual_seed(0)
+    backbone = models.build("cnn").float()
+
+    class Wrapper(torch.nn.Module):
+        main_input_name = "pixel_values"
+
+        def __init__(self):
+            super().__init__()
+            self.inner = backbone
+            self.config = backbone.config
+
+        def forward(self, pixel_values, labels=None):
+            return self.inner(pixel_values)
+
+    data = [{"pixel_values": torch.randn(2, 10, 10), "labels": i % 3} for i in range(40)]
+    options = {"probe": "public", "public_dataset": data, "data_collator": DefaultDataCollator()}
+    with pytest.raises(UnsupportedTaskError, match="per_example_loss"):
+        settings.trainer(tmp_path / "a", Wrapper(), data, **options).train()
+
+    def loss(outputs, inputs):
+        return torch.nn.functional.cross_entropy(outputs.logits, inputs["labels"], reduction="none")
+
+    trainer = settings.trainer(tmp_path / "b", Wrapper(), data, per_example_loss=loss, **options)
+    trainer.train()
+    assert trainer.epsilon_spent() > 0
+
+
+def test_batch_losses_are_refused(tmp_path):
+    class Mine(DPKFCTrainer):
+        def compute_loss(self, model, inputs, **kwargs):
+            return model(**inputs).loss
+
+    with pytest.raises(ConfigurationError, match="per_example_loss"):
+        Mine(model=settings.bert(), args=settings.config(tmp_path))
+    with pytest.raises(ConfigurationError, match="per_example_loss"):
+        DPKFCTrainer(
+            model=settings.bert(), args=settings.config(tmp_path), compute_loss_func=lambda *_: 0
+        )
+
+
+def test_plain_training_arguments_are_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match="DPKFCConfig"):
+        DPKFCTrainer(model=settings.bert(), args=TrainingArguments(str(tmp_path)))
+
+
+def test_a_stream_of_records_is_refused(tmp_path):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(settings.text_data())
+
+    with pytest.raises(ConfigurationError, match="random access"):
+        settings.trainer(tmp_path, data=Stream())
+
+
+def test_a_model_with_batch_norm_is_refused(tmp_path):
+    model = models.build("cnn").float()
+    model.body[1] = torch.nn.BatchNorm2d(8)
+    data = [{"pixel_values": torch.randn(2, 10, 10), "labels": 0} for _ in range(20)]
+    with pytest.raises(UnsupportedLayerError, match="BatchNorm2d"):
+        settings.trainer(tmp_path, model, data).train()
+
+
+def test_a_collator_that_mixes_examples_is_caught(tmp_path):
+    class Mixup:
+        def __call__(self, features):
+            width = max(len(f["input_ids"]) for f in features)
+            ids = torch.zeros(len(features), width, dtype=torch.long)
+            for i, feature in enumerate(features):
+                ids[i, : len(feature["input_ids"])] = torch.tensor(feature["input_ids"])
+            ids[:, 1] = ids[-1, 1]
+            return {
+                "input_ids": ids,
+                "attention_mask": (ids != 0).long(),
+                "labels": torch.tensor([f["labels"] for f in features]),
+            }
+
+    with pytest.raises(NeighbourError, match="among others"):
+        settings.trainer(tmp_path, data_collator=Mixup()).train()
+
+
+def test_lora_trains_and_its_silent_factor_wakes_up(tmp_path):
+    config = peft.LoraConfig(r=2, target_modules=["query", "value"])
+    model = peft.get_peft_model(settings.bert(), config)
+    trainer = settings.trainer(tmp_path, model, max_steps=3, rank=None)
+    trainer.train()
+    assert not trainer.preconditioner.awaits_signal
+    frozen = dict(trainer.model.base_model.model.named_parameters())
+    start = dict(settings.bert().named_parameters())
+    name = "bert.encoder.layer.0.output.dense.weight"
+    assert torch.equal(frozen[name], start[name])
+
+
+def test_bfloat16_trains(tmp_path):
+    trainer = settings.trainer(tmp_path, bf16=True)
+    trainer.train()
+    assert torch.isfinite(settings.weights(trainer.model)).all()
+
+
+def test_the_key_is_private_during_training_and_gone_afterwards(tmp_path):
+    folder = tmp_path / "keys"
+    seen = []
+
+    class Look(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            seen.append((folder / "key").stat().st_mode & 0o777)
+
+    settings.trainer(tmp_path / "out", privacy_key_path=str(folder), callbacks=[Look()]).train()
+    assert set(seen) == {0o600}
+    assert not list(folder.iterdir())
+
+
+def test_a_key_inside_output_dir_is_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match="inside output_dir"):
+        settings.trainer(tmp_path, privacy_key_path=str(tmp_path / "keys")).train()
+
+
+def test_no_secret_is_in_the_output_folder(tmp_path, monkeypatch):
+    secret = bytes(range(32))
+    monkeypatch.setattr(SecretKey, "generate", lambda: SecretKey(secret))
+    settings.trainer(tmp_path / "out", save_strategy="steps", save_steps=2).train()
+    files = [p for p in (tmp_path / "out").rglob("*") if p.is_file()]
+    assert len(files) > 8
+    for path in files:
+        content = path.read_bytes()
+        assert secret not in content
+        assert secret.hex().encode() not in content
+
+
+def test_an_oracle_claims_nothing(tmp_path, warnings_of):
+    trainer = settings.trainer(tmp_path, probe="oracle", max_steps=1)
+    trainer.train()
+    assert trainer.epsilon_spent() == math.inf
+    assert "No ε is claimed" in warnings_of.text
+
+
+def test_no_noise_warns_that_epsilon_is_infinite(tmp_path, warnings_of):
+    trainer = settings.trainer(tmp_path, noise_multiplier=0.0, max_steps=1)
+    trainer.train()
+    assert trainer.epsilon_spent() == math.inf
+    assert "ε is infinite" in warnings_of.text
+
+
+def test_evaluating_on_the_training_set_warns(tmp_path, warnings_of):
+    trainer = settings.trainer(tmp_path)
+    trainer.evaluate(trainer.train_dataset)
+    assert "Don't publish them" in warnings_of.text
+
+
+def test_evaluate_predict_and_metrics_behave_as_in_hf(tmp_path):
+    def accuracy(prediction):
+        return {
+            "accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())
+        }
+
+    trainer = settings.trainer(
+        tmp_path,
+        eval_dataset=settings.text_data(20, seed=9),
+        compute_metrics=accuracy,
+        eval_strategy="steps",
+        eval_steps=2,
+    )
+    trainer.train()
+    logged = [log for log in trainer.state.log_history if "eval_accuracy" in log]
+    assert [log["step"] for log in logged] == [2, 4]
+    assert trainer.predict(settings.text_data(5)).predictions.shape == (5, 3)
+
+
+def test_a_second_training_keeps_the_first_ledger(tmp_path, warnings_of):
+    trainer = settings.trainer(tmp_path)
+    trainer.train()
+    trainer.train()
+    assert len(list(tmp_path.glob("privacy_ledger*.jsonl"))) == 2
+    assert "add up" in warnings_of.text
+
+
+def test_diagonal_and_public_run_through_the_same_trainer(tmp_path):
+    public = settings.text_data(30, seed=77)
+    trainer = settings.trainer(
+        tmp_path, preconditioner="diagonal", probe="public", public_dataset=public
+    )
+    trainer.train()
+    assert trainer.preconditioner.kind == "diagonal"
+    assert not trainer.preconditioner.is_data_free
+
+
+def test_a_public_probe_without_public_data_is_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match="public_dataset"):
+        settings.trainer(tmp_path, probe="public").train()
+
+
+def test_secure_rng_trains(tmp_path):
+    trainer = settings.trainer(tmp_path, secure_rng=True)
+    trainer.train()
+    assert trainer._run.num_releases == 4
+
+
+def test_the_progress_bar_shows_epsilon(tmp_path, capsys):
+    settings.trainer(tmp_path, disable_tqdm=False).train()
+    assert "ε=" in capsys.readouterr().err
+
+
+def test_search_says_what_tuning_costs(tmp_path, warnings_of):
+    trainer = settings.trainer(
+        tmp_path,
+        model_init=lambda: settings.bert(),
+        eval_dataset=settings.text_data(10, seed=3),
+        max_steps=2,
+    )
+    single = trainer.plan.epsilon
+    best = trainer.hyperparameter_search(
+        hp_space=lambda trial: {
+            "learning_rate": trial.suggest_float("learning_rate", 1e-4, 1e-3),
+            "clip_norm": trial.suggest_float("clip_norm", 0.5, 2.0),
+        },
+        backend="optuna",
+        n_trials=2,
+        compute_objective=lambda metrics: metrics["eval_loss"],
+    )
+    assert set(best.hyperparameters) == {"learning_rate", "clip_norm"}
+    assert "2 trials on the same records spend" in warnings_of.text
+    assert all((tmp_path / f"run-{i}" / "privacy_ledger.jsonl").exists() for i in range(2))
+    assert [plan.epsilon for plan in trainer._spent] == pytest.approx([single, single])
+
+
+def test_config_is_required_to_know_its_noise():
+    with pytest.raises(ConfigurationError):
+        DPKFCConfig(output_dir="out")
