@@ -29,6 +29,7 @@ from hf_dpkfc.curvature.preconditioner import Preconditioner
 from hf_dpkfc.curvature.probes import Probe
 from hf_dpkfc.engine import KeyStore, Peers, PrivateRun, Query
 from hf_dpkfc.errors import BudgetError, ConfigurationError, LedgerError, ProbeError
+from hf_dpkfc.layers.layout import accumulation_dtype
 from hf_dpkfc.layers.routes import inspect_model
 from hf_dpkfc.loading import Collate, logical_steps, neighbours, used_columns
 from hf_dpkfc.losses import CustomLoss, TaskLoss, task_of
@@ -141,6 +142,7 @@ class DPKFCTrainer(Trainer):
             self.optimizer.train()
         noisy_mean = self._run.release(self.state.global_step)
         if noisy_mean is None:
+            logger.warning("All releases of the plan are spent: training stops without this step.")
             self.control.should_training_stop = True
             return torch.zeros((), device=self.args.device)
         self._num_releases = self._run.num_releases
@@ -486,10 +488,8 @@ class DPKFCTrainer(Trainer):
         path = Path(self._resume_from) / PRECONDITIONER_NAME
         if not path.exists():
             return None
-        saved = Preconditioner.load(path)
-        device = self.args.device
-        tensors = [t for _, t in saved.tensors()]
-        return saved.to(device, tensors[0].dtype) if tensors else saved
+        dtype = accumulation_dtype(next(self.model.parameters()).dtype)
+        return Preconditioner.load(path).to(self.args.device, dtype)
 
     # ---- Logs ----
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -208,10 +208,6 @@ class Preconditioner:
     def condition(self) -> float:
         """The worst block's amplification of rounding error."""
         return max((linear.condition() for linear in self.maps.values()), default=1.0)
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """All tensors by name."""
-        yield from self._flatten()[0].items()
 
     @property
     def fingerprint(self) -> str:
