@@ -15,6 +15,7 @@ from transformers import (
 from transformers.utils import logging
 
 from hf_dpkfc.engine import PrivateRun
+from hf_dpkfc.errors import PublishingError
 
 logger = logging.get_logger(__name__)
 
@@ -33,6 +34,24 @@ class PrivacyProgressCallback(ProgressCallback):
         super().on_step_end(args, state, control, **kwargs)
         if self.training_bar is not None:
             self.training_bar.set_postfix_str(f"ε={self.epsilon():.3g}", refresh=False)
+
+
+class PublishingCallback(TrainerCallback):
+    """Pushes at each save, as ``hub_strategy`` asks, through our own allow-list."""
+
+    def __init__(self, push: Callable[[str], object]) -> None:
+        self.push = push
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """A push that fails doesn't cost the training."""
+        if not state.is_world_process_zero:
+            return
+        try:
+            self.push(f"Training in progress, step {state.global_step}")
+        except PublishingError as error:
+            logger.warning("%s", error)
 
 
 class BudgetCallback(TrainerCallback):

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -324,43 +323,3 @@ def _update(digest: hashlib._Hash, tensors: Any) -> None:
         digest.update(f"{name} {flat.dtype} {tuple(flat.shape)}".encode())
         if flat.numel():
             digest.update(flat.flatten().view(torch.uint8).numpy().data)
-
-
-@dataclass(frozen=True)
-class KeyStore:
-    """The folder of a run's key and of its ledger's head: outside ``output_dir``, owner only.
-
-    Key and checkpoints together would give un-noised sums, so they never lie in one place, and
-    the key is destroyed when training ends.
-    """
-
-    folder: Path
-
-    @property
-    def key_path(self) -> Path:
-        """The key's file."""
-        return self.folder / "key"
-
-    @property
-    def head_path(self) -> Path:
-        """The head of the ledger."""
-        return self.folder / "ledger-head"
-
-    def create(self) -> SecretKey:
-        """A new key; whatever was here belonged to an earlier run."""
-        self.destroy()
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        key = SecretKey.generate()
-        key.store(self.key_path)
-        return key
-
-    def load(self) -> SecretKey | None:
-        """The key of the run that is being resumed, if it still exists."""
-        return SecretKey.load(self.key_path) if self.key_path.exists() else None
-
-    def destroy(self) -> None:
-        """Overwrite and remove the key, and the head with it."""
-        if self.key_path.exists():
-            self.key_path.write_bytes(bytes(self.key_path.stat().st_size))
-            self.key_path.unlink()
-        self.head_path.unlink(missing_ok=True)

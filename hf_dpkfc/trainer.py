@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
 import math
 import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,23 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import ProgressCallback, Trainer
-from transformers.trainer_utils import TrainOutput
+from transformers.trainer_utils import HubStrategy, TrainOutput
 from transformers.utils import logging
 
-from hf_dpkfc.callbacks import BudgetCallback, PrivacyProgressCallback
+from hf_dpkfc.callbacks import BudgetCallback, PrivacyProgressCallback, PublishingCallback
 from hf_dpkfc.config import DPKFCConfig
 from hf_dpkfc.curvature.catalogue import build_probe
 from hf_dpkfc.curvature.fit import probing
 from hf_dpkfc.curvature.preconditioner import Preconditioner
 from hf_dpkfc.curvature.probes import Probe
-from hf_dpkfc.engine import KeyStore, Peers, PrivateRun, Query
-from hf_dpkfc.errors import BudgetError, ConfigurationError, LedgerError, ProbeError
+from hf_dpkfc.engine import Peers, PrivateRun, Query
+from hf_dpkfc.errors import (
+    BudgetError,
+    ConfigurationError,
+    LedgerError,
+    ProbeError,
+    PublishingError,
+)
 from hf_dpkfc.layers.layout import accumulation_dtype
 from hf_dpkfc.layers.routes import inspect_model
 from hf_dpkfc.loading import Collate, logical_steps, neighbours, used_columns
@@ -38,12 +43,11 @@ from hf_dpkfc.mechanism.randomness import SecretKey
 from hf_dpkfc.privacy.accounting import composed_epsilon
 from hf_dpkfc.privacy.ledger import PrivacyLedger
 from hf_dpkfc.privacy.plan import Adjacency, PrivacyPlan
+from hf_dpkfc.publication import Publication, card_facts
+from hf_dpkfc.publishing.statement import PrivacyStatement
+from hf_dpkfc.runs import LEDGER_NAME, PRECONDITIONER_NAME, RunFolder, step_of
 
 logger = logging.get_logger(__name__)
-
-LEDGER_NAME = "privacy_ledger.jsonl"
-PRECONDITIONER_NAME = "preconditioner.safetensors"
-TRAINER_STATE_NAME = "trainer_state.json"
 
 # What HF logs of the training batches. training_step returns zero, so these would be empty words.
 _MEANINGLESS_LOGS = ("loss", "train_loss", "total_flos")
@@ -79,6 +83,7 @@ class DPKFCTrainer(Trainer):
         self.per_example_loss = per_example_loss
         self.public_dataset = public_dataset
         self._run: PrivateRun | None = None
+        self._finished: PrivacyStatement | None = None
         self._num_releases = 0
         self._continues = False
         self._resume_from: str | None = None
@@ -118,7 +123,10 @@ class DPKFCTrainer(Trainer):
         """Train privately; calibrated before the first step, stopped before it would overspend."""
         self._trial_number = getattr(trial, "number", None)
         self._continues = bool(resume_from_checkpoint)
-        self._resume_from = self._checkpoint(resume_from_checkpoint)
+        if isinstance(resume_from_checkpoint, str):
+            self._resume_from = resume_from_checkpoint
+        else:
+            self._resume_from = self._files.last_checkpoint() if self._continues else None
         output = super().train(resume_from_checkpoint=self._resume_from, trial=trial, **kwargs)
         self._finish_run()
         return _without_loss(output)
@@ -163,11 +171,13 @@ class DPKFCTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """HF's files; in a checkpoint also the preconditioner and a copy of the ledger."""
         super().save_model(output_dir, _internal_call)
+        if self._wants_push and not _internal_call:
+            self.push_to_hub(commit_message="Model save")
         if _internal_call and self._run is not None and self.args.should_save:
             folder = Path(output_dir or self.args.output_dir)
             if self._run.preconditioner is not None:
                 self._run.preconditioner.save(folder / PRECONDITIONER_NAME)
-            shutil.copyfile(self._ledger_path(), folder / LEDGER_NAME)
+            shutil.copyfile(self._files.ledger_path, folder / LEDGER_NAME)
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """HF's evaluation. Evaluation records aren't covered by the guarantee."""
@@ -195,6 +205,54 @@ class DPKFCTrainer(Trainer):
             delta,
         )
         return best
+
+    def create_model_card(
+        self,
+        model_name: str | None = None,
+        dataset: str | list[str] | None = None,
+        finetuned_from: str | None = None,
+        **unused: Any,
+    ) -> None:
+        """Write the privacy card into ``output_dir``; a README written by hand is kept.
+
+        Args:
+            model_name: Title of the card.
+            dataset: Hub ids of the data.
+            finetuned_from: The base model's Hub id.
+            **unused: HF's other card options, which say nothing about privacy.
+        """
+        if self.is_world_process_zero():
+            self._publication(model_name, dataset, finetuned_from).write_card()
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        **card_options: Any,
+    ) -> Any:
+        """Publish weights, configuration, tokenizer, card and statement in one commit.
+
+        Args:
+            commit_message: Of the commit.
+            blocking: For compatibility: a push always waits until it is whole.
+            token: Hub token; by default ``args.hub_token`` or the one that is logged in.
+            revision: Branch.
+            **card_options: As for :meth:`create_model_card`.
+
+        Raises:
+            PublishingError: If there is no guarantee to state, or the Hub refuses.
+        """
+        if not self.is_world_process_zero():
+            return None
+        return self._publication(**card_options).push(
+            self.args.hub_model_id or Path(self.args.output_dir).absolute().name,
+            token=token or self.args.hub_token,
+            private=self.args.hub_private_repo,
+            revision=revision or self.args.hub_revision,
+            message=commit_message or "End of training",
+        )
 
     # ---- The constructor's chapters ----
 
@@ -248,6 +306,8 @@ class DPKFCTrainer(Trainer):
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(PrivacyProgressCallback(self.epsilon_spent))
         self.add_callback(BudgetCallback(lambda: self._run))
+        if self._wants_push and self.args.hub_strategy != HubStrategy.END:
+            self.add_callback(PublishingCallback(self.push_to_hub))
 
     def _warn_of_what_is_not_covered(self) -> None:
         if self.args.noise_multiplier == 0:
@@ -268,6 +328,14 @@ class DPKFCTrainer(Trainer):
             )
 
     # ---- The run ----
+
+    @property
+    def _files(self) -> RunFolder:
+        """The run's files; a trial of a search has a folder of its own."""
+        output_dir = Path(self.args.output_dir)
+        trial = self._trial_number
+        folder = output_dir if trial is None else output_dir / f"run-{trial}"
+        return RunFolder(folder, output_dir, self.args.privacy_key_path)
 
     def _make_plan(self) -> PrivacyPlan:
         """From public constants alone: options, number of processes, and the public size."""
@@ -313,7 +381,7 @@ class DPKFCTrainer(Trainer):
         self._num_releases = self._run.num_releases
         self._spent.append(plan)
         logger.info("Privacy plan\n%s", plan)
-        if not self._run.may_release(self._first_step()):
+        if not self._run.may_release(step_of(self._resume_from)):
             raise BudgetError(
                 f"All {plan.steps} releases of the plan are charged already.",
                 why="steps lost in earlier launches were charged to the same budget.",
@@ -390,7 +458,7 @@ class DPKFCTrainer(Trainer):
         key, ledger, failure = None, None, None
         if peers.rank == 0:
             try:
-                key, ledger = self._open_ledger_here(plan)
+                key, ledger = self._files.open(plan, continues=self._continues)
             except LedgerError as error:
                 failure = error
         failure = peers.broadcast(failure)
@@ -398,89 +466,83 @@ class DPKFCTrainer(Trainer):
             raise failure
         return peers.broadcast(key), ledger
 
-    def _open_ledger_here(self, plan: PrivacyPlan) -> tuple[SecretKey, PrivacyLedger]:
-        store, path = self._key_store(), self._ledger_path()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if self._continues:
-            key = store.load() or _no_key(store, path)
-        else:
-            self._set_aside(path)
-            key = store.create()
-        return key, PrivacyLedger(
-            path, store.head_path, plan, lambda message: key.mac(message, purpose="ledger")
-        )
-
-    def _set_aside(self, path: Path) -> None:
-        """An earlier run's ledger is kept under another name: its cost was real."""
-        if path.exists():
-            with open(path, "rb") as file:
-                name = hashlib.sha256(file.read()).hexdigest()[:12]
-            kept = path.with_name(f"{path.stem}-{name}{path.suffix}")
-            path.rename(kept)
-            logger.warning(
-                "An earlier run in this folder spent budget of its own; its ledger is kept as %s. "
-                "Costs of runs on the same records add up.",
-                kept.name,
-            )
-
     def _finish_run(self) -> None:
         """Training has ended: the key goes, so that checkpoints can never give un-noised sums."""
         assert self._run is not None
-        self._run.close()
         if self.args.process_index == 0:
-            self._key_store().destroy()
+            self._finished = self._statement_of(self._run)
+            if math.isfinite(self.plan.epsilon):
+                self._finished.save(self._files.folder)
+            self._files.keys.destroy()
+        self._run.close()
 
-    def _key_store(self) -> KeyStore:
-        if self.args.privacy_key_path:
-            folder = Path(self.args.privacy_key_path).expanduser()
-        else:
-            state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state")
-            place = hashlib.sha256(str(self._run_folder().resolve()).encode()).hexdigest()[:16]
-            folder = state / "hf_dpkfc" / place
-        if folder.resolve().is_relative_to(Path(self.args.output_dir).resolve()):
-            raise ConfigurationError(
-                f"privacy_key_path={str(folder)!r} is inside output_dir.",
-                why="key and checkpoints together give un-noised sums of private gradients.",
-                way_out="choose a folder outside output_dir.",
+    # ---- Publishing ----
+
+    def _statement(self) -> PrivacyStatement:
+        """Of the run in this process, else the one that a finished run left in the folder."""
+        if not self._files.ledger_path.exists():
+            raise PublishingError(
+                f"There is no {LEDGER_NAME} in {self._files.folder}.",
+                why="without a ledger nobody knows what was spent.",
+                way_out="train with DPKFCTrainer first.",
             )
-        return KeyStore(folder)
-
-    def _run_folder(self) -> Path:
-        folder = Path(self.args.output_dir)
-        return folder if self._trial_number is None else folder / f"run-{self._trial_number}"
-
-    def _ledger_path(self) -> Path:
-        return self._run_folder() / LEDGER_NAME
-
-    # ---- Resuming ----
-
-    def _checkpoint(self, resume_from_checkpoint: str | bool | None) -> str | None:
-        """The checkpoint to resume from; with True, the last one that was written whole.
-
-        A run that was killed before its first checkpoint is resumed from step 0: with its key and
-        ledger, the steps that it took are replayed and cost nothing more.
-        """
-        if not resume_from_checkpoint:
-            return None
-        if isinstance(resume_from_checkpoint, str):
-            return resume_from_checkpoint
-        found = [p for p in Path(self.args.output_dir).glob("checkpoint-*") if _is_complete(p)]
-        if found:
-            return str(max(found, key=lambda p: int(p.name.rpartition("-")[2])))
-        if not self._ledger_path().exists():
-            raise ConfigurationError(
-                f"There is nothing to resume in {self.args.output_dir}.",
-                why="resume_from_checkpoint=True asks for a run that was interrupted.",
-                way_out="start without it.",
+        if self._run is not None and self.is_in_train:
+            return self._statement_of(self._run)
+        statement = self._finished or PrivacyStatement.load(self._files.folder)
+        if statement.ledger_sha256 != self._files.ledger_digest():
+            raise PublishingError(
+                f"{self._files.ledger_path} isn't the ledger that the statement quotes.",
+                why="it was changed after training ended.",
+                way_out="restore it; the statement holds the digest of the true one.",
             )
-        logger.warning("No complete checkpoint: the interrupted run is replayed from its start.")
-        return None
+        return statement
 
-    def _first_step(self) -> int:
-        if self._resume_from is None:
-            return 0
-        state = json.loads((Path(self._resume_from) / TRAINER_STATE_NAME).read_text())
-        return int(state["global_step"])
+    def _statement_of(self, run: PrivateRun) -> PrivacyStatement:
+        args = self.args
+        maps = run.preconditioner
+        return PrivacyStatement(
+            plan=run.plan,
+            num_releases=self._num_releases,
+            ledger_sha256=self._files.ledger_digest(),
+            claims_privacy=args.claims_privacy,
+            preconditioner={
+                "kind": args.preconditioner,
+                "probe": args.probe,
+                "approx": args.kfac_approx,
+                "damping": args.damping,
+                "rank": args.rank,
+                "is_data_free": maps is None or maps.is_data_free,
+            },
+            randomness="ChaCha20 with summed draws, keyed with 256 bits"
+            if args.secure_rng
+            else "Philox, keyed with 256 bits from the operating system",
+            world_size=args.world_size,
+            logged_unsafe_metrics=args.log_unsafe_metrics,
+            versions={name: version(name) for name in ("hf-dpkfc", "torch", "opacus")},
+        )
+
+    def _publication(
+        self,
+        model_name: str | None = None,
+        dataset: str | list[str] | None = None,
+        finetuned_from: str | None = None,
+        **unused: Any,
+    ) -> Publication:
+        """What would be published now."""
+        model = self.accelerator.unwrap_model(self.model)
+        facts = card_facts(
+            model,
+            model_name or Path(self.args.output_dir).absolute().name,
+            dataset,
+            finetuned_from,
+            self.state.log_history,
+        )
+        statement = self._statement().require_publishable()
+        return Publication(
+            statement, facts, model, self.processing_class, Path(self.args.output_dir)
+        )
+
+    # ---- Resuming and logs ----
 
     def _saved_preconditioner(self) -> Preconditioner | None:
         if self._resume_from is None:
@@ -490,8 +552,6 @@ class DPKFCTrainer(Trainer):
             return None
         dtype = accumulation_dtype(next(self.model.parameters()).dtype)
         return Preconditioner.load(path).to(self.args.device, dtype)
-
-    # ---- Logs ----
 
     def _unsafe_logs(self) -> dict[str, float]:
         assert self._run is not None
@@ -527,25 +587,6 @@ class _AcceleratePeers:
             [values[name].numel() for name in names]
         )
         return {n: part.view(values[n].shape) for n, part in zip(names, parts, strict=True)}
-
-
-def _no_key(store: KeyStore, ledger: Path) -> SecretKey:
-    raise LedgerError(
-        f"The key of {ledger} isn't in {store.folder}.",
-        why="a key is destroyed when its training ends; without it the ledger can't be continued "
-        "and lost steps can't be replayed.",
-        way_out="if training had ended, the model is finished. Otherwise point privacy_key_path to "
-        "the key, or start a new run.",
-    )
-
-
-def _is_complete(checkpoint: Path) -> bool:
-    """HF writes trainer_state.json last; a kill before or inside leaves it absent or torn."""
-    try:
-        json.loads((checkpoint / TRAINER_STATE_NAME).read_text())
-    except (OSError, ValueError):
-        return False
-    return True
 
 
 def _without_loss(output: TrainOutput) -> TrainOutput:

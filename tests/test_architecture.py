@@ -22,6 +22,8 @@ ROOMS = [
     "diagnostics",
     "publishing",
     "engine",
+    "runs",
+    "publication",
     "config",
     "loading",
     "callbacks",

@@ -1,0 +1,323 @@
+"""``hf-dpkfc``: what a training will cost and do, the training, and what was published of it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hf_dpkfc.errors import ConfigurationError, DPKFCError
+from hf_dpkfc.privacy.accounting import ACCOUNTANTS
+from hf_dpkfc.privacy.plan import PrivacyPlan
+
+# The ε that people usually compare.
+TABLE_EPSILONS = (0.5, 1.0, 2.0, 3.0, 5.0, 8.0, 10.0)
+CURVE_POINTS = 10
+CURVE_WIDTH = 50
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; 0 if it succeeded, 1 if a verification failed, 2 if it was refused."""
+    parser = argparse.ArgumentParser(prog="hf-dpkfc", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_plan(commands)
+    _add_inspect(commands)
+    _add_train(commands)
+    _add_card(commands)
+    _add_verify(commands)
+    args = parser.parse_args(arguments)
+    try:
+        return int(args.run(args) or 0)
+    except DPKFCError as error:
+        print(f"hf-dpkfc: {error}", file=sys.stderr)
+        return 2
+
+
+# ---- plan ----
+
+
+def _add_plan(commands: Any) -> None:
+    parser = commands.add_parser("plan", help="what will ε be? No data needed.")
+    parser.add_argument("--n", type=int, required=True, help="size of the data set (public)")
+    parser.add_argument("--batch", type=int, required=True, help="expected batch size")
+    length = parser.add_mutually_exclusive_group(required=True)
+    length.add_argument("--epochs", type=float)
+    length.add_argument("--steps", type=int)
+    noise = parser.add_mutually_exclusive_group(required=True)
+    noise.add_argument("--epsilon", type=float, help="target ε: the noise is calibrated")
+    noise.add_argument("--sigma", type=float, help="noise multiplier: ε is computed")
+    parser.add_argument("--delta", type=float, help="default: 1/(10 n)")
+    parser.add_argument("--clip-norm", type=float, default=1.0)
+    parser.add_argument("--accountant", choices=ACCOUNTANTS, default="rdp")
+    parser.set_defaults(run=_plan)
+
+
+def _plan(args: argparse.Namespace) -> None:
+    per_epoch = -(-args.n // max(1, args.batch)) if args.n > 0 else 0
+    fields = {
+        "clip_norm": args.clip_norm,
+        "expected_batch_size": args.batch,
+        "dataset_size": args.n,
+        "steps": args.steps if args.steps is not None else -int(-args.epochs * per_epoch // 1),
+        "delta": args.delta if args.delta is not None else 1 / (10 * max(1, args.n)),
+        "accountant": args.accountant,
+    }
+    if args.epsilon is not None:
+        plan = PrivacyPlan.calibrated(args.epsilon, **fields)
+    else:
+        plan = PrivacyPlan(noise_multiplier=args.sigma, **fields)
+    print(plan)
+    print(
+        f"\nsecond opinion: ε = {plan.epsilon_at(plan.steps, _other(args.accountant)):.4g} "
+        f"({_other(args.accountant).upper()})"
+    )
+    print("\n" + _table(fields, plan))
+    print("\n" + _curve(plan))
+
+
+def _other(accountant: str) -> str:
+    return next(name for name in ACCOUNTANTS if name != accountant)
+
+
+def _table(fields: dict[str, Any], plan: PrivacyPlan) -> str:
+    """σ, and the noise on the mean gradient, for the ε that people compare."""
+    rows = ["the same training at other ε", "     ε        σ   noise per coordinate σ·C/B"]
+    for target in TABLE_EPSILONS:
+        sigma = PrivacyPlan.calibrated(target, **fields).noise_multiplier
+        noise = sigma * plan.clip_norm / plan.expected_batch_size
+        rows.append(f"{target:6g}  {sigma:7.3f}   {noise:.3g}")
+    return "\n".join(rows)
+
+
+def _curve(plan: PrivacyPlan) -> str:
+    """ε over the steps, as bars."""
+    rows = ["ε over the steps"]
+    for i in range(1, CURVE_POINTS + 1):
+        step = max(1, plan.steps * i // CURVE_POINTS)
+        spent = plan.epsilon_at(step)
+        bar = "█" * max(1, round(CURVE_WIDTH * spent / plan.epsilon))
+        rows.append(f"{step:7d}  {bar} {spent:.3g}")
+    return "\n".join(rows)
+
+
+# ---- inspect ----
+
+_HEADS = {
+    "sequence-classification": "AutoModelForSequenceClassification",
+    "token-classification": "AutoModelForTokenClassification",
+    "question-answering": "AutoModelForQuestionAnswering",
+    "masked-lm": "AutoModelForMaskedLM",
+    "causal-lm": "AutoModelForCausalLM",
+    "image-classification": "AutoModelForImageClassification",
+}
+
+
+def _add_inspect(commands: Any) -> None:
+    parser = commands.add_parser("inspect", help="each parameter's route, and what is refused")
+    parser.add_argument("model", help="Hub id or folder of a checkpoint")
+    parser.add_argument("--task", choices=_HEADS, default="sequence-classification")
+    parser.set_defaults(run=_inspect)
+
+
+def _inspect(args: argparse.Namespace) -> None:
+    from hf_dpkfc.layers.routes import inspect_model
+
+    table = inspect_model(_load_model(args.model, args.task))
+    print(table)
+    print(f"\n{len(table.blocks)} blocks, {len(table.refusals)} refused")
+    table.require_covered()
+
+
+def _load_model(name: str, task: str, **options: Any) -> Any:
+    import transformers
+
+    try:
+        return getattr(transformers, _HEADS[task]).from_pretrained(name, **options)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"The model {name!r} can't be loaded for {task}.",
+            why=str(error).splitlines()[0],
+            way_out="give a folder with a checkpoint, or a Hub id that this machine can reach.",
+        ) from error
+
+
+# ---- train ----
+
+_TRAIN_KEYS = (
+    "model",
+    "train_file",
+    "eval_file",
+    "text_column",
+    "pair_column",
+    "label_column",
+    "labels",
+)
+
+
+def _add_train(commands: Any) -> None:
+    parser = commands.add_parser(
+        "train",
+        help="private text classification from a YAML file",
+        description=f"The file holds {', '.join(_TRAIN_KEYS)} (CSV or JSON files, or Hub ids) and "
+        "any option of DPKFCConfig.",
+    )
+    parser.add_argument("config", type=Path)
+    parser.set_defaults(run=_train)
+
+
+def _train(args: argparse.Namespace) -> None:
+    import yaml
+
+    from hf_dpkfc.config import DPKFCConfig
+    from hf_dpkfc.trainer import DPKFCTrainer
+
+    try:
+        options = yaml.safe_load(args.config.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigurationError(
+            f"{args.config} can't be read.", why=str(error), way_out="give a YAML file."
+        ) from error
+    task = {key: options.pop(key, None) for key in _TRAIN_KEYS}
+    _require_known_options(options, DPKFCConfig)
+    config = DPKFCConfig(**options)
+    model, tokenizer, train, held_out = _classification_task(task)
+    trainer = DPKFCTrainer(
+        model=model,
+        args=config,
+        train_dataset=train,
+        eval_dataset=held_out,
+        processing_class=tokenizer,
+        compute_metrics=_accuracy,
+    )
+    print(trainer.plan)
+    trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
+    trainer.save_model()
+    if held_out is not None:
+        print(f"accuracy on {task['eval_file']}: {trainer.evaluate()['eval_accuracy']:.4f}")
+    print(f"ε spent: {trainer.epsilon_spent():.4g}; the model is in {config.output_dir}")
+
+
+def _require_known_options(options: dict[str, Any], config: Any) -> None:
+    unknown = set(options) - set(config.__dataclass_fields__)
+    if unknown:
+        raise ConfigurationError(
+            f"Unknown options: {', '.join(sorted(unknown))}.",
+            why="they are neither DPKFCConfig's nor this command's.",
+            way_out=f"this command's own are {', '.join(_TRAIN_KEYS)}.",
+        )
+
+
+def _classification_task(task: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
+    """Model, tokenizer, training and evaluation sets of a text classification."""
+    from transformers import AutoTokenizer
+
+    for key in ("model", "train_file", "text_column", "label_column"):
+        if not task[key]:
+            raise ConfigurationError(
+                f"{key} is missing.",
+                why="a text classification needs it.",
+                way_out=f"add a line '{key}: ...' to the file.",
+            )
+    train = _load_rows(task["train_file"], task)
+    held_out = _load_rows(task["eval_file"], task) if task["eval_file"] else None
+    labels = task["labels"] or _labels_of(train, task["label_column"])
+    model = _load_model(
+        task["model"],
+        "sequence-classification",
+        num_labels=len(labels),
+        ignore_mismatched_sizes=True,
+    )
+    tokenizer = AutoTokenizer.from_pretrained(task["model"])
+    texts = [c for c in (task["text_column"], task["pair_column"]) if c]
+
+    def encode(rows: Any) -> dict[str, Any]:
+        ids = [labels.index(label) for label in rows[task["label_column"]]]
+        return tokenizer(*(rows[c] for c in texts), truncation=True) | {"labels": ids}
+
+    def encoded(rows: Any) -> Any:
+        return rows.map(encode, batched=True, remove_columns=rows.column_names)
+
+    return model, tokenizer, encoded(train), held_out and encoded(held_out)
+
+
+def _labels_of(rows: Any, column: str) -> list[Any]:
+    print(
+        "The label set is read off the training file, which the guarantee doesn't cover; give "
+        "'labels: [...]' if it isn't public.",
+        file=sys.stderr,
+    )
+    return sorted(set(rows[column]))
+
+
+def _load_rows(name: str, task: dict[str, Any]) -> Any:
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise ConfigurationError(
+            "The package datasets isn't installed.",
+            why="it reads the records.",
+            way_out="pip install 'hf-dpkfc[recipes]'.",
+        ) from error
+    kinds = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+    path = Path(name)
+    if path.suffix in kinds and path.exists():
+        rows = load_dataset(kinds[path.suffix], data_files=name, split="train")
+    elif path.suffix in kinds:
+        raise ConfigurationError(
+            f"{name} doesn't exist.", why="it was given as a data file.", way_out="check the path."
+        )
+    else:
+        rows = load_dataset(name, split="train")
+    for key in ("text_column", "pair_column", "label_column"):
+        if task[key] and task[key] not in rows.column_names:
+            raise ConfigurationError(
+                f"{key}={task[key]!r} isn't a column of {name}.",
+                why=f"its columns are {', '.join(rows.column_names)}.",
+                way_out=f"name one of them in {key}.",
+            )
+    return rows
+
+
+def _accuracy(prediction: Any) -> dict[str, float]:
+    return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
+
+
+# ---- card and verify ----
+
+
+def _add_card(commands: Any) -> None:
+    parser = commands.add_parser("card", help="render a folder's privacy card again")
+    parser.add_argument("folder", type=Path)
+    parser.set_defaults(run=_card)
+
+
+def _card(args: argparse.Namespace) -> None:
+    from hf_dpkfc.publishing.card import CardFacts, render_card
+    from hf_dpkfc.publishing.statement import PrivacyStatement
+
+    path = args.folder / "README.md"
+    existing = path.read_text() if path.exists() else None
+    facts = CardFacts(args.folder.absolute().name)
+    path.write_text(render_card(PrivacyStatement.load(args.folder), facts, existing))
+    print(path)
+
+
+def _add_verify(commands: Any) -> None:
+    parser = commands.add_parser("verify", help="recompute a published model's ε")
+    parser.add_argument("repo", metavar="REPO_OR_FOLDER")
+    parser.add_argument("--token", help="to read a private repository")
+    parser.set_defaults(run=_verify)
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from hf_dpkfc.publishing.verify import verify
+
+    checks = verify(args.repo, args.token)
+    print("\n".join(map(str, checks)))
+    return 0 if all(check.holds for check in checks) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

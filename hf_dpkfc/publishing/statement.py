@@ -1,0 +1,136 @@
+"""The machine-readable privacy statement: enough to recompute ε, no seed, no key, no record."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from hf_dpkfc.errors import PublishingError
+from hf_dpkfc.privacy.plan import PrivacyPlan
+
+STATEMENT_NAME = "privacy_statement.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class PrivacyStatement:
+    """What a run claims, and what the claim rests on.
+
+    Attributes:
+        plan: The frozen plan; its ε is the claim.
+        num_releases: Releases charged in the ledger.
+        ledger_sha256: Digest of the ledger file.
+        claims_privacy: False where the factors saw private records.
+        preconditioner: Kind, approximation, damping, rank, probe: how the geometry was made.
+        randomness: The generator, never its seed.
+        world_size: Number of processes.
+        logged_unsafe_metrics: Un-noised facts were logged during training.
+        versions: Of the code that ran.
+        audit: Result of an audit, if one was made.
+        format: Of this file.
+    """
+
+    plan: PrivacyPlan
+    num_releases: int
+    ledger_sha256: str
+    claims_privacy: bool
+    preconditioner: dict[str, Any]
+    randomness: str
+    world_size: int
+    logged_unsafe_metrics: bool
+    versions: dict[str, str]
+    audit: dict[str, Any] | None = None
+    format: int = field(default=FORMAT)
+
+    def require_publishable(self) -> PrivacyStatement:
+        """The statement itself, if there is a guarantee to publish.
+
+        Raises:
+            PublishingError: If ε is infinite or not claimed, or the ledger is overspent or empty.
+        """
+        epsilon = self.plan.epsilon
+        reasons = {
+            "no ε is claimed: the preconditioner saw private records (probe='oracle')": (
+                not self.claims_privacy
+            ),
+            f"ε is {epsilon}": not math.isfinite(epsilon),
+            f"the ledger holds {self.num_releases} releases, the plan allows {self.plan.steps}": (
+                self.num_releases > self.plan.steps
+            ),
+            "the ledger holds no release": self.num_releases < 1,
+        }
+        for reason, holds in reasons.items():
+            if holds:
+                raise PublishingError(
+                    f"This model can't be published: {reason}.",
+                    why="a card states a guarantee, and there is none.",
+                    way_out="train with a finite target_epsilon and data-free or public probes.",
+                )
+        return self
+
+    def to_json(self) -> str:
+        """As it is published, with ε by two accountants for the reader's convenience."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        fields |= {
+            "plan": self.plan.to_dict(),
+            "epsilon": self.plan.epsilon,
+            "epsilon_spent": self.plan.epsilon_at(self.num_releases),
+            "second_opinion": {
+                "accountant": self.other_accountant,
+                "epsilon": self.second_opinion,
+            },
+        }
+        return json.dumps(fields, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False)
+
+    @property
+    def other_accountant(self) -> str:
+        """The one that the plan wasn't made with."""
+        return "prv" if self.plan.accountant == "rdp" else "rdp"
+
+    @cached_property
+    def second_opinion(self) -> float:
+        """ε of the plan by the other accountant."""
+        return self.plan.epsilon_at(self.plan.steps, self.other_accountant)
+
+    @classmethod
+    def from_json(cls, text: str) -> PrivacyStatement:
+        """Read a published statement; derived numbers in it are not believed but recomputed."""
+        try:
+            fields = json.loads(text)
+            plan = PrivacyPlan(**fields["plan"])
+            own = {f.name for f in dataclasses.fields(cls)} - {"plan"}
+            return cls(plan=plan, **{name: fields[name] for name in own})
+        except (ValueError, KeyError, TypeError) as error:
+            raise PublishingError(
+                "The privacy statement can't be read.",
+                why=str(error),
+                way_out=f"give the {STATEMENT_NAME} that this library wrote.",
+            ) from error
+
+    def save(self, folder: str | Path) -> None:
+        """Write it into a folder, whole or not at all."""
+        path = Path(folder) / STATEMENT_NAME
+        partial = path.with_suffix(".part")
+        partial.write_text(self.to_json() + "\n")
+        partial.replace(path)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> PrivacyStatement:
+        """Read it from a folder.
+
+        Raises:
+            PublishingError: If there is none: then nothing may be published.
+        """
+        path = Path(folder) / STATEMENT_NAME
+        if not path.exists():
+            raise PublishingError(
+                f"There is no {STATEMENT_NAME} in {folder}.",
+                why="without a finished run and its ledger there is no guarantee to state.",
+                way_out="train with DPKFCTrainer first; it writes the statement when it ends.",
+            )
+        return cls.from_json(path.read_text())

@@ -1,0 +1,153 @@
+"""The allow-list, and a push that happens whole or not at all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, TypeVar
+
+from huggingface_hub import CommitOperationAdd, HfApi
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, RepositoryNotFoundError
+
+from hf_dpkfc.errors import PublishingError
+from hf_dpkfc.publishing.statement import STATEMENT_NAME
+
+T = TypeVar("T")
+
+# Everything that may leave: weights, configuration, tokenizer or processor, card and statement.
+ALLOWED = (
+    "README.md",
+    STATEMENT_NAME,
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "model-*-of-*.safetensors",
+    "model.safetensors.index.json",
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.txt",
+    "vocab.json",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "chat_template.jinja",
+    "preprocessor_config.json",
+    "processor_config.json",
+)
+# The Hub makes this one itself.
+HUBS_OWN = (".gitattributes",)
+
+# HfHubHTTPError's first base is the root of whichever HTTP client the Hub's client stands on.
+CONNECTION_ERRORS: tuple[type[Exception], ...] = (OSError, HfHubHTTPError.__bases__[0])
+
+# HFValidationError is a ValueError of the client's own, for ids that can't exist.
+PUSH_ERRORS: tuple[type[Exception], ...] = (*CONNECTION_ERRORS, ValueError)
+
+RETRIED = (408, 429, 500, 502, 503, 504)
+MAX_TRIES = 5
+
+
+def is_allowed(path: str) -> bool:
+    """Whether a file of this name may be published."""
+    return any(fnmatch(path, pattern) for pattern in ALLOWED)
+
+
+def push_folder(
+    folder: Path,
+    repo_id: str,
+    *,
+    token: str | None = None,
+    private: bool | None = None,
+    revision: str | None = None,
+    message: str = "Private fine-tune",
+    pause: float = 1.0,
+) -> Any:
+    """Publish a folder's allowed files in one commit: readers see all of it or nothing.
+
+    Args:
+        folder: A staging folder; files that aren't allowed stay here.
+        repo_id: ``name`` or ``owner/name``; created if absent.
+        token: Hub token; by default the one that is logged in.
+        private: Visibility of a new repository.
+        revision: Branch.
+        message: Of the commit.
+        pause: Seconds before the first retry, doubled each time.
+
+    Raises:
+        PublishingError: For whatever can't be retried, in one sentence.
+    """
+    files = sorted(p for p in folder.iterdir() if p.is_file() and is_allowed(p.name))
+    api = HfApi(token=token)
+    created = _tried(
+        lambda: api.create_repo(repo_id, private=private, exist_ok=True), "create", repo_id, pause
+    )
+    operations = [CommitOperationAdd(path_in_repo=p.name, path_or_fileobj=str(p)) for p in files]
+    return _tried(
+        lambda: api.create_commit(
+            created.repo_id, operations, commit_message=message, revision=revision
+        ),
+        "commit to",
+        created.repo_id,
+        pause,
+    )
+
+
+def remote_readme(repo_id: str, token: str | None = None) -> str | None:
+    """The README that a repository has now; None if there is none."""
+    try:
+        path = HfApi(token=token).hf_hub_download(repo_id, "README.md")
+    except (EntryNotFoundError, RepositoryNotFoundError):
+        return None
+    except PUSH_ERRORS:  # unreachable or no id at all: the push itself will say so
+        return None
+    return Path(path).read_text()
+
+
+def _tried(call: Callable[[], T], what: str, repo_id: str, pause: float) -> T:
+    """The call's result, after as many tries as are safe; both calls can be repeated."""
+    for attempt in range(1, MAX_TRIES + 1):
+        try:
+            return call()
+        except PUSH_ERRORS as error:
+            status = _status(error)
+            is_connection = status is None and isinstance(error, CONNECTION_ERRORS)
+            transient = status in RETRIED or is_connection
+            if not transient or attempt == MAX_TRIES:
+                raise _explained(error, status, what, repo_id) from error
+            time.sleep(pause * 2 ** (attempt - 1))
+    raise AssertionError("unreachable")
+
+
+def _status(error: Exception) -> int | None:
+    response = error.response if isinstance(error, HfHubHTTPError) else None
+    return None if response is None else int(response.status_code)
+
+
+_REASONS = {
+    401: ("the token is missing or not valid", "log in with `hf auth login`, or pass token="),
+    403: (
+        "the token may not write there",
+        "use a token with write access, or another hub_model_id",
+    ),
+    404: ("there is no such owner or repository", "check hub_model_id"),
+    409: ("the repository changed at the same moment", "push again"),
+}
+
+
+def _explained(error: Exception, status: int | None, what: str, repo_id: str) -> PublishingError:
+    first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    why, way_out = _REASONS.get(
+        status or 0, (first_line, "check the connection and push again; nothing was published")
+    )
+    return PublishingError(
+        f"Could not {what} {repo_id!r} on the Hub" + (f" (HTTP {status})." if status else "."),
+        why=f"{why}. Nothing was published.",
+        way_out=f"{way_out}. The trained model is safe on disk.",
+    )

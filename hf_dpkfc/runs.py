@@ -1,0 +1,187 @@
+"""The files of a run: ledger in ``output_dir``, key and head elsewhere, checkpoints."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from hf_dpkfc.errors import ConfigurationError, LedgerError
+from hf_dpkfc.mechanism.randomness import SecretKey
+from hf_dpkfc.privacy.ledger import PrivacyLedger
+from hf_dpkfc.privacy.plan import PrivacyPlan
+
+logger = logging.getLogger(__name__)
+
+LEDGER_NAME = "privacy_ledger.jsonl"
+PRECONDITIONER_NAME = "preconditioner.safetensors"
+TRAINER_STATE_NAME = "trainer_state.json"
+
+
+@dataclass(frozen=True)
+class KeyStore:
+    """The folder of a run's key and of its ledger's head: outside ``output_dir``, owner only.
+
+    Key and checkpoints together would give un-noised sums, so they never lie in one place, and
+    the key is destroyed when training ends.
+    """
+
+    folder: Path
+
+    @property
+    def key_path(self) -> Path:
+        """The key's file."""
+        return self.folder / "key"
+
+    @property
+    def head_path(self) -> Path:
+        """The head of the ledger."""
+        return self.folder / "ledger-head"
+
+    def create(self) -> SecretKey:
+        """A new key; whatever was here belonged to an earlier run."""
+        self.destroy()
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        key = SecretKey.generate()
+        key.store(self.key_path)
+        return key
+
+    def load(self) -> SecretKey | None:
+        """The key of the run that is being resumed, if it still exists."""
+        return SecretKey.load(self.key_path) if self.key_path.exists() else None
+
+    def destroy(self) -> None:
+        """Overwrite and remove the key, and the head with it."""
+        if self.key_path.exists():
+            self.key_path.write_bytes(bytes(self.key_path.stat().st_size))
+            self.key_path.unlink()
+        self.head_path.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Where one run keeps its ledger, and where its key lies.
+
+    Attributes:
+        folder: ``output_dir``, or a trial's folder below it.
+        output_dir: The folder that holds checkpoints, in which no key may lie.
+        key_path: Folder of the key; None for the default below ``$XDG_STATE_HOME``.
+    """
+
+    folder: Path
+    output_dir: Path
+    key_path: str | None = None
+
+    @property
+    def ledger_path(self) -> Path:
+        """The live ledger, which wins over any checkpoint's copy."""
+        return self.folder / LEDGER_NAME
+
+    @property
+    def keys(self) -> KeyStore:
+        """Where the key lies.
+
+        Raises:
+            ConfigurationError: If that is inside ``output_dir``.
+        """
+        if self.key_path:
+            folder = Path(self.key_path).expanduser()
+        else:
+            state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state")
+            place = hashlib.sha256(str(self.folder.resolve()).encode()).hexdigest()[:16]
+            folder = state / "hf_dpkfc" / place
+        if folder.resolve().is_relative_to(self.output_dir.resolve()):
+            raise ConfigurationError(
+                f"privacy_key_path={str(folder)!r} is inside output_dir.",
+                why="key and checkpoints together give un-noised sums of private gradients.",
+                way_out="choose a folder outside output_dir.",
+            )
+        return KeyStore(folder)
+
+    def ledger_digest(self) -> str:
+        """SHA-256 of the ledger file."""
+        return hashlib.sha256(self.ledger_path.read_bytes()).hexdigest()
+
+    def open(self, plan: PrivacyPlan, *, continues: bool) -> tuple[SecretKey, PrivacyLedger]:
+        """Key and ledger of a new run, or of the one that is continued.
+
+        Raises:
+            LedgerError: If the run to be continued can't be.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if continues:
+            key = self._existing_key()
+        else:
+            self._set_aside_earlier_ledger()
+            key = self.keys.create()
+        ledger = PrivacyLedger(
+            self.ledger_path,
+            self.keys.head_path,
+            plan,
+            lambda message: key.mac(message, purpose="ledger"),
+        )
+        return key, ledger
+
+    def _existing_key(self) -> SecretKey:
+        key = self.keys.load()
+        if key is None:
+            raise LedgerError(
+                f"The key of {self.ledger_path} isn't in {self.keys.folder}.",
+                why="a key is destroyed when its training ends; without it the ledger can't be "
+                "continued and lost steps can't be replayed.",
+                way_out="if training had ended, the model is finished. Otherwise point "
+                "privacy_key_path to the key, or start a new run.",
+            )
+        return key
+
+    def _set_aside_earlier_ledger(self) -> None:
+        """An earlier run's ledger is kept under another name: its cost was real."""
+        path = self.ledger_path
+        if path.exists():
+            kept = path.with_name(f"{path.stem}-{self.ledger_digest()[:12]}{path.suffix}")
+            path.rename(kept)
+            logger.warning(
+                "An earlier run in this folder spent budget of its own; its ledger is kept as %s. "
+                "Costs of runs on the same records add up.",
+                kept.name,
+            )
+
+    def last_checkpoint(self) -> str | None:
+        """The last checkpoint that was written whole.
+
+        A run that was killed before its first one is resumed from step 0 (None): with its key and
+        ledger, the steps that it took are replayed and cost nothing more.
+
+        Raises:
+            ConfigurationError: If there is no run to resume.
+        """
+        found = [p for p in self.output_dir.glob("checkpoint-*") if _is_complete(p)]
+        if found:
+            return str(max(found, key=lambda p: int(p.name.rpartition("-")[2])))
+        if not self.ledger_path.exists():
+            raise ConfigurationError(
+                f"There is nothing to resume in {self.output_dir}.",
+                why="resume_from_checkpoint=True asks for a run that was interrupted.",
+                way_out="start without it.",
+            )
+        logger.warning("No complete checkpoint: the interrupted run is replayed from its start.")
+        return None
+
+
+def step_of(checkpoint: str | None) -> int:
+    """The step at which a checkpoint goes on."""
+    if checkpoint is None:
+        return 0
+    return int(json.loads((Path(checkpoint) / TRAINER_STATE_NAME).read_text())["global_step"])
+
+
+def _is_complete(checkpoint: Path) -> bool:
+    """HF writes trainer_state.json last; a kill before or inside leaves it absent or torn."""
+    try:
+        step_of(str(checkpoint))
+    except (OSError, ValueError, KeyError):
+        return False
+    return True

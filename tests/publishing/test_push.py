@@ -1,0 +1,260 @@
+"""H1 to H5: what is pushed, what comes back, and what happens when the Hub breaks."""
+
+from __future__ import annotations
+
+import json
+
+import hub_server
+import models
+import peft
+import pytest
+import settings
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from hf_dpkfc.cli import main
+from hf_dpkfc.errors import PublishingError
+from hf_dpkfc.publishing import upload
+from hf_dpkfc.publishing.upload import is_allowed
+
+pytestmark = pytest.mark.hub
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch):
+    monkeypatch.setattr(upload.time, "sleep", lambda seconds: None)
+
+
+def trained(folder, model=None, **options):
+    options = {"hub_token": hub_server.TOKEN, "hub_model_id": "tester/private-model"} | options
+    trainer = settings.trainer(folder, model, max_steps=2, **options)
+    trainer.train()
+    return trainer
+
+
+def pushed(hub):
+    return hub.repos["tester/private-model"]
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_a_model_comes_back_with_equal_weights_and_a_card(hub, tmp_path, private):
+    trainer = trained(tmp_path, hub_private_repo=private)
+    trainer.push_to_hub()
+    assert pushed(hub).private is private
+    back = AutoModelForSequenceClassification.from_pretrained("tester/private-model")
+    assert torch.equal(settings.weights(back), settings.weights(trainer.model))
+    assert AutoTokenizer.from_pretrained("tester/private-model").vocab_size > 0
+    assert b"If you were in the training data" in pushed(hub).files["README.md"]
+
+
+def test_a_lora_adapter_comes_back_through_peft(hub, tmp_path):
+    config = peft.LoraConfig(r=2, target_modules=["query", "value"], task_type="SEQ_CLS")
+    model = peft.get_peft_model(settings.bert(), config)
+    trainer = trained(tmp_path, model, rank=None)
+    trainer.push_to_hub()
+    assert "adapter_model.safetensors" in pushed(hub).files
+    assert "model.safetensors" not in pushed(hub).files
+    back = peft.PeftModel.from_pretrained(settings.bert(), "tester/private-model")
+    ours = {n: p for n, p in trainer.model.named_parameters() if "lora" in n}
+    theirs = dict(back.named_parameters())
+    assert ours
+    assert all(torch.equal(p, theirs[n]) for n, p in ours.items())
+
+
+@pytest.mark.parametrize("strategy", ["end", "every_save", "checkpoint", "all_checkpoints"])
+def test_nothing_but_the_allow_list_leaves_under_any_strategy(hub, tmp_path, strategy):
+    secrets = {
+        "training_args.bin": b"SECRET",
+        "notes.txt": b"SECRET",
+        "patients.csv": b"SECRET",
+        ".env": b"SECRET",
+        "optimizer.pt": b"SECRET",
+    }
+    for name, content in secrets.items():
+        (tmp_path / name).write_bytes(content)
+    trainer = trained(
+        tmp_path, push_to_hub=True, hub_strategy=strategy, save_strategy="steps", save_steps=1
+    )
+    trainer.save_model()
+    files = pushed(hub).files
+    assert all(is_allowed(name) for name in files)
+    assert {"README.md", "privacy_statement.json", "model.safetensors"} <= set(files)
+    everything = b"".join(files.values()) + b"".join(hub.objects.values())
+    assert b"SECRET" not in everything
+    assert hub_server.TOKEN.encode() not in everything
+    assert len(pushed(hub).commits) == (1 if strategy == "end" else 3)
+
+
+def test_the_statement_says_nothing_of_seed_key_or_data(hub, tmp_path):
+    trained(tmp_path, seed=987654).push_to_hub()
+    text = pushed(hub).files["privacy_statement.json"].decode()
+    assert "987654" not in text
+    assert "seed" not in text
+    assert "987654" not in pushed(hub).files["README.md"].decode()
+    statement = json.loads(text)
+    assert statement["num_releases"] == 2
+    assert statement["epsilon"] <= 3.0
+
+
+CALLS = ["/api/repos/create", "/preupload/", "/objects/batch", "/lfs/", "/commit/"]
+
+
+@pytest.mark.parametrize("fault", [503, 429, "drop"])
+@pytest.mark.parametrize("call", CALLS)
+def test_a_passing_fault_is_retried(hub, tmp_path, call, fault):
+    trainer = trained(tmp_path)
+    hub.fail(call, fault, times=1)
+    trainer.push_to_hub()
+    assert len(pushed(hub).files) > 4
+
+
+@pytest.mark.parametrize("fault", [401, 403, 404])
+@pytest.mark.parametrize("call", ["/api/repos/create", "/preupload/", "/commit/"])
+def test_a_lasting_fault_is_one_clear_error_and_nothing_is_published(hub, tmp_path, call, fault):
+    trainer = trained(tmp_path)
+    hub.fail(call, fault, times=99)
+    with pytest.raises(PublishingError, match=r"on the Hub \(HTTP 40[134]\)[\s\S]*safe on disk"):
+        trainer.push_to_hub()
+    assert all(not repo.files for repo in hub.repos.values())
+
+
+def test_a_hub_that_stays_down_is_given_up_with_nothing_published(hub, tmp_path):
+    trainer = trained(tmp_path)
+    hub.fail("/commit/", "drop", times=99)
+    with pytest.raises(PublishingError, match="Nothing was published"):
+        trainer.push_to_hub()
+    assert not pushed(hub).files
+
+
+def test_a_failed_push_in_between_does_not_cost_the_training(hub, tmp_path):
+    hub.fail("/commit/", 403, times=99)
+    trainer = trained(
+        tmp_path, push_to_hub=True, hub_strategy="every_save", save_strategy="steps", save_steps=1
+    )
+    assert trainer.state.global_step == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"noise_multiplier": 0.0}, "ε is inf"),
+        ({"probe": "oracle"}, "oracle"),
+    ],
+)
+def test_a_model_without_guarantee_is_not_published(hub, tmp_path, options, match):
+    trainer = trained(tmp_path, **options)
+    with pytest.raises(PublishingError, match=match):
+        trainer.push_to_hub()
+    assert not hub.repos
+
+
+def test_a_model_that_was_never_trained_is_not_published(hub, tmp_path):
+    with pytest.raises(PublishingError, match="no privacy_ledger"):
+        settings.trainer(tmp_path).push_to_hub()
+
+
+def test_a_ledger_changed_after_training_is_not_published(hub, tmp_path):
+    trainer = trained(tmp_path)
+    path = tmp_path / "privacy_ledger.jsonl"
+    path.write_bytes(b"\n".join(path.read_bytes().splitlines()[:-1]) + b"\n")
+    with pytest.raises(PublishingError, match="isn't the ledger"):
+        trainer.push_to_hub()
+    assert not hub.repos
+
+
+def test_a_missing_token_is_said(hub, tmp_path, monkeypatch):
+    monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(PublishingError, match="token"):
+        trained(tmp_path, hub_token=None).push_to_hub()
+
+
+def test_a_wrong_repo_id_is_said(hub, tmp_path):
+    with pytest.raises(PublishingError, match="not a valid/id"):
+        trained(tmp_path, hub_model_id="not a valid/id/at all").push_to_hub()
+
+
+def test_a_readme_written_by_hand_is_kept(hub, tmp_path):
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n# Mine\n\nAll by hand.\n")
+    trainer = trained(tmp_path)
+    trainer.push_to_hub()
+    trainer.push_to_hub()
+    text = pushed(hub).files["README.md"].decode()
+    assert "All by hand." in text
+    assert "license: mit" in text
+    assert text.count("## Privacy") == 1
+
+
+def test_a_readme_written_on_the_hub_is_kept(hub, tmp_path):
+    hub.repos["tester/private-model"] = hub_server.Repo(
+        files={"README.md": b"# On the Hub\n\nBy a colleague.\n"}, commits=["1" * 40]
+    )
+    trained(tmp_path).push_to_hub()
+    assert b"By a colleague." in pushed(hub).files["README.md"]
+
+
+def test_verify_accepts_what_was_pushed_and_sees_what_was_not(hub, tmp_path, capsys):
+    trained(tmp_path / "out").push_to_hub()
+    assert main(["verify", "tester/private-model"]) == 0
+    assert "FAIL" not in capsys.readouterr().out
+    pushed(hub).files["optimizer.pt"] = b"x"
+    pushed(hub).commits.append("2" * 40)
+    assert main(["verify", "tester/private-model"]) == 1
+    assert "FAIL  files: optimizer.pt" in capsys.readouterr().out
+
+
+def _local_copy(hub, folder):
+    folder.mkdir()
+    for name, content in pushed(hub).files.items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        ('"steps": 2', '"steps": 1', "FAIL"),
+        ('"epsilon": 2.', '"epsilon": 0.', "FAIL  ε"),
+        ('"num_releases": 2', '"num_releases": 9', "FAIL"),
+    ],
+)
+def test_verify_sees_a_statement_that_was_changed(hub, tmp_path, capsys, old, new, line):
+    trained(tmp_path / "out").push_to_hub()
+    folder = _local_copy(hub, tmp_path / "copy")
+    path = folder / "privacy_statement.json"
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+    assert main(["verify", str(folder)]) == 1
+    assert line in capsys.readouterr().out
+
+
+def test_verify_sees_a_card_that_was_changed(hub, tmp_path, capsys):
+    trained(tmp_path / "out").push_to_hub()
+    folder = _local_copy(hub, tmp_path / "copy")
+    card = folder / "README.md"
+    card.write_text(card.read_text().replace("epsilon: 2.", "epsilon: 0."))
+    assert main(["verify", str(folder)]) == 1
+    assert "FAIL  card's epsilon" in capsys.readouterr().out
+
+
+def test_card_renders_again_from_the_folder(hub, tmp_path, capsys):
+    trained(tmp_path / "out").push_to_hub()
+    folder = _local_copy(hub, tmp_path / "copy")
+    before = (folder / "README.md").read_text()
+    assert main(["card", str(folder)]) == 0
+    assert (folder / "README.md").read_text() == before
+
+
+def test_verify_of_nothing_is_said(capsys, hub):
+    assert main(["verify", "tester/absent"]) == 2
+    assert "neither a folder nor a repository" in capsys.readouterr().err
+
+
+def test_models_of_vision_have_their_card_too(hub, tmp_path):
+    data = [{"pixel_values": torch.randn(2, 8, 8), "labels": i % 3} for i in range(40)]
+    from transformers import DefaultDataCollator
+
+    trainer = trained(
+        tmp_path, models.build("vit").float(), data=data, data_collator=DefaultDataCollator()
+    )
+    trainer.push_to_hub()
+    assert b"pipeline_tag: image-classification" in pushed(hub).files["README.md"]

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import csv
+
+import pytest
+import settings
+import tokenizers_zoo
+
+from hf_dpkfc.cli import main
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    folder = tmp_path / "checkpoint"
+    settings.bert().save_pretrained(folder)
+    tokenizers_zoo.build("bert").save_pretrained(folder)
+    return folder
+
+
+def test_plan_prints_epsilon_a_table_and_a_curve(capsys):
+    arguments = "plan --n 10000 --batch 256 --epochs 5 --epsilon 2 --delta 1e-5".split()
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "200 (40 per epoch)" in printed
+    assert "second opinion" in printed
+    assert printed.count("█") > 50
+    assert len([line for line in printed.splitlines() if line.startswith("     ")]) >= 5
+
+
+def test_plan_computes_epsilon_from_sigma(capsys):
+    assert main("plan --n 1000 --batch 10 --steps 1000 --sigma 1 --delta 1e-5".split()) == 0
+    assert "2.101" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "plan --n 100 --batch 256 --steps 5 --epsilon 1",
+        "plan --n 100 --batch 10 --steps 5 --epsilon -1",
+        "plan --n 0 --batch 10 --epochs 5 --sigma 1",
+        "plan --n 100 --batch 10 --steps 0 --sigma 1",
+        "inspect no/such/model/anywhere",
+        "train no_such_file.yaml",
+    ],
+)
+def test_a_refusal_is_one_clear_error(arguments, capsys):
+    assert main(arguments.split()) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("hf-dpkfc: ")
+    assert "Way out:" in error
+
+
+def test_inspect_prints_every_route(checkpoint, capsys):
+    assert main(["inspect", str(checkpoint)]) == 0
+    printed = capsys.readouterr().out
+    assert "bert.pooler.dense.weight" in printed
+    assert "0 refused" in printed
+
+
+def write_rows(path, count):
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["text", "topic"])
+        writer.writerows(
+            [["the time of day" if i % 2 else "people and work", f"t{i % 2}"] for i in range(count)]
+        )
+
+
+def write_config(path, **lines):
+    path.write_text("".join(f"{key}: {value}\n" for key, value in lines.items()))
+    return str(path)
+
+
+def test_train_runs_a_yaml_file(checkpoint, tmp_path, capsys):
+    write_rows(tmp_path / "train.csv", 40)
+    write_rows(tmp_path / "test.csv", 10)
+    config = write_config(
+        tmp_path / "c.yaml",
+        model=checkpoint,
+        train_file=tmp_path / "train.csv",
+        eval_file=tmp_path / "test.csv",
+        text_column="text",
+        label_column="topic",
+        output_dir=tmp_path / "out",
+        per_device_train_batch_size=10,
+        max_steps=2,
+        target_epsilon=2.0,
+        rank="null",
+        probe_batch_size=8,
+        num_probe_batches=1,
+        report_to="none",
+        use_cpu="true",
+    )
+    assert main(["train", config]) == 0
+    printed = capsys.readouterr().out
+    assert "accuracy on" in printed
+    assert "ε spent: " in printed
+    assert (tmp_path / "out/model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"texts": "a"}, "Unknown options: texts"),
+        ({"text_column": "body"}, "text_column='body' isn't a column"),
+        ({"model": ""}, "model is missing"),
+        ({"train_file": "absent.csv"}, "absent.csv doesn't exist"),
+    ],
+)
+def test_a_wrong_line_is_named(checkpoint, tmp_path, capsys, change, match):
+    write_rows(tmp_path / "train.csv", 20)
+    lines = {
+        "model": checkpoint,
+        "train_file": tmp_path / "train.csv",
+        "text_column": "text",
+        "label_column": "topic",
+        "output_dir": tmp_path / "out",
+        "target_epsilon": 1.0,
+    }
+    config = write_config(tmp_path / "c.yaml", **(lines | change))
+    assert main(["train", config]) == 2
+    assert match in capsys.readouterr().err
