@@ -62,7 +62,8 @@ class DPKFCTrainer(Trainer):
         args: A :class:`hf_dpkfc.DPKFCConfig`; it isn't modified.
         per_example_loss: ``fn(outputs, inputs) -> [batch]`` for heads that we don't know.
         public_dataset: Public records for ``probe="public"``.
-        **trainer_arguments: Anything else that ``Trainer`` takes.
+        *trainer_positional: Anything else that ``Trainer`` takes,
+        **trainer_arguments: by position or by name.
 
     Guarantees:
         The weights after training are (ε, δ)-differentially private with respect to
@@ -74,7 +75,7 @@ class DPKFCTrainer(Trainer):
         self,
         model: nn.Module | None = None,
         args: DPKFCConfig | None = None,
-        *,
+        *trainer_positional: Any,
         per_example_loss: Callable[[Any, Mapping[str, Any]], Tensor] | None = None,
         public_dataset: Any = None,
         **trainer_arguments: Any,
@@ -89,7 +90,7 @@ class DPKFCTrainer(Trainer):
         self._resume_from: str | None = None
         self._trial_number: int | None = None
         self._spent: list[PrivacyPlan] = []
-        super().__init__(model=model, args=self._own_copy(args), **trainer_arguments)
+        super().__init__(model, self._own_copy(args), *trainer_positional, **trainer_arguments)
         self.model_accepts_loss_kwargs = False
         self._refuse_setting()
         self._install_callbacks()

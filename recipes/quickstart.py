@@ -1,11 +1,11 @@
-"""A private fine-tune of a real checkpoint on real sentences, in about two minutes on two cores.
+r"""A private fine-tune of a real checkpoint on real sentences, in about two minutes on two cores.
 
 MiniLM with Hugging Face's standard sequence-classification head (its pooler and classifier train)
 on Rotten Tomatoes, once with DP-KFC and once with plain DP-Adam, at the same ε and with the same
 code: DP-Adam is preconditioner="none".
 
     python recipes/quickstart.py                                   # no Hub needed
-    python recipes/quickstart.py --model google/bert_uncased_L-4_H-256_A-4 \\
+    python recipes/quickstart.py --model google/bert_uncased_L-4_H-256_A-4 \
         --dataset cornell-movie-review-data/rotten_tomatoes        # the same with Hub ids
 """
 
@@ -153,11 +153,12 @@ def tune(args, train: Dataset, validation: Dataset, tokenizer) -> None:
 def repeat(args, train: Dataset, test: Dataset, tokenizer) -> None:
     """Both arms with several initial heads, each tested once."""
     rows = []
-    for args.seed in args.seeds:
+    for seed in args.seeds:
+        args.seed = seed
         for arm, options in ARMS.items():
             result = run_arm(args, options, train, test, tokenizer)
             kept = ("accuracy", "epsilon_spent", "seconds")
-            rows.append({"arm": arm, "seed": args.seed} | {key: result[key] for key in kept})
+            rows.append({"arm": arm, "seed": seed} | {key: result[key] for key in kept})
     seeds = " ".join(map(str, args.seeds))
     save("quickstart", f"--seeds {seeds} --steps {args.steps} --epsilon {args.epsilon:g}", rows)
 

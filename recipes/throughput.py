@@ -19,6 +19,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -30,9 +31,16 @@ from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from torch import nn
 from tqdm.auto import tqdm
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
 
-from hf_dpkfc import CurvatureOptions, Preconditioner, ZipfTokenProbe, fit_preconditioner
+from hf_dpkfc import (
+    CurvatureOptions,
+    DPKFCConfig,
+    DPKFCTrainer,
+    Preconditioner,
+    ZipfTokenProbe,
+    fit_preconditioner,
+)
 from hf_dpkfc.core import Clipper, SecretKey, StepRandomness, TaskLoss, inspect_model, privatize
 
 NOISE_MULTIPLIER = 1.0
@@ -172,11 +180,68 @@ def measure_speed(args: argparse.Namespace) -> dict:
     }
 
 
+class Interleave(TrainerCallback):
+    """Times the trainer's steps, and runs a step of the core after each."""
+
+    def __init__(self, core_step) -> None:
+        self.core_step = core_step
+        self.trainer_seconds: list[float] = []
+        self.core_seconds: list[float] = []
+
+    def on_step_begin(self, args, state, control, **kwargs) -> None:
+        """Start the clock."""
+        self.started = time.perf_counter()
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        """Stop it, and time the core on as many examples."""
+        self.trainer_seconds.append(time.perf_counter() - self.started)
+        started = time.perf_counter()
+        self.core_step()
+        self.core_seconds.append(time.perf_counter() - started)
+
+
+def measure_trainer(args: argparse.Namespace) -> dict:
+    """What DPKFCTrainer adds to the core's step: draw, collate, digest, ledger, HF's loop."""
+    bench = Bench(args, ("ours: kfac rank 64",))
+    core = Interleave(bench.steps["ours: kfac rank 64"])
+    rows = [
+        {"input_ids": bench.inputs["input_ids"][i % args.micro_batch], "labels": i % 2}
+        for i in range(bench.batch)
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        config = DPKFCConfig(
+            output_dir=folder + "/out",
+            privacy_key_path=folder + "/key",
+            per_device_train_batch_size=args.micro_batch,
+            gradient_accumulation_steps=args.accumulation,  # the whole set: every draw is equal
+            max_steps=args.rounds + 1,
+            noise_multiplier=NOISE_MULTIPLIER,
+            probe_refresh_steps=args.rounds + 2,
+            optim="sgd",
+            save_strategy="no",
+            report_to="none",
+        )
+        tokenizer = AutoTokenizer.from_pretrained(args.model)
+        DPKFCTrainer(
+            model=load(args.model),
+            args=config,
+            train_dataset=rows,
+            processing_class=tokenizer,
+            callbacks=[core],
+        ).train()
+    pairs = zip(core.trainer_seconds[1:], core.core_seconds[1:], strict=True)
+    return {
+        "seconds_per_step": {"trainer": core.trainer_seconds, "core": core.core_seconds},
+        "overhead": statistics.median(t / c for t, c in pairs) - 1,
+    }
+
+
 def measure_memory(args: argparse.Namespace) -> dict:
     """Peak resident memory of a step above that of the loaded model, in MiB, by arm."""
     peaks = {}
     for arm in tqdm(ARMS, desc="memory"):
         command = [sys.executable, __file__, *sys.argv[1:], "--memory-of", arm]
+        command += ["--accumulation", "1"]  # micro-batches come one after the other
         output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         peaks[arm] = float(output.strip().splitlines()[-1])
     return {"peak_mib": peaks, "relative": {a: p / peaks["non-private"] for a, p in peaks.items()}}
@@ -224,6 +289,7 @@ def main() -> None:
         "versions": {p: version(p) for p in ("torch", "transformers", "opacus", "hf-dpkfc")},
         "memory": measure_memory(args),
         "speed": measure_speed(args),
+        "trainer": measure_trainer(args),
     }
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
@@ -237,6 +303,7 @@ def main() -> None:
         )
     for arm, steps in speed["refresh_in_non_private_steps_of_256"].items():
         print(f"one refresh of {arm}: {steps:.2f} non-private steps of 256 examples")
+    print(f"the trainer around the core: {100 * result['trainer']['overhead']:+.1f} %")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The algorithm as a loop over samples, in the paper's order: the definition that the fast path claims.
+"""The algorithm as a loop over samples, in the paper's order: what the fast path claims to be.
 
 Nothing here shares code with the fast path's norms or sums: gradients come from autograd, one
 example at a time, and are preconditioned by explicit matrices.

@@ -34,7 +34,7 @@ def uninterrupted(tmp_path_factory):
 
 
 def test_kill_9_at_random_points_changes_nothing(tmp_path, uninterrupted):
-    """Killed four times: in a step, in a checkpoint, in a ledger write, wherever it happens to be."""
+    """Killed four times: in a step, a checkpoint, a ledger write, wherever it happens to be."""
     rng = random.Random(1)
     folder = tmp_path / "run"
     flags = []

@@ -111,7 +111,7 @@ def test_bpe_ranks_by_merge_order_with_bytes_last():
 
 @pytest.mark.statistical
 def test_token_frequencies_follow_zipfs_law():
-    # Chi-squared statistic over the 20 commonest tokens; the bound has false-alarm probability 1e-9.
+    # Chi-squared over the 20 commonest tokens; the bound has false-alarm probability 1e-9.
     probe = probe_for(tokenizers_zoo.build("gpt2"), min_length=100, max_length=100)
     drawn = torch.cat(
         [b["input_ids"].flatten() for b in probe.batches(20, 64, torch.Generator().manual_seed(7))]

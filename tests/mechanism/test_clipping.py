@@ -136,7 +136,7 @@ def test_small_gradients_are_not_touched():
 
 
 def test_state_of_one_pass_does_not_reach_the_next():
-    """A layer that is skipped in the second pass has no norm there (Opacus' ghost kept the last)."""
+    """A layer skipped in the second pass has no norm there (Opacus' ghost kept the last)."""
 
     class Skips(nn.Module):
         def __init__(self):
@@ -171,7 +171,7 @@ def test_a_clip_norm_without_bound_is_refused(clip_norm):
 
 
 def test_no_full_per_sample_tensor_is_ever_formed():
-    """[batch, d_out, d_in] of this layer would be 64·512·512 floats; nothing near it is allocated."""
+    """[batch, d_out, d_in] would be 64·512·512 floats; nothing near it is allocated."""
     model = nn.Linear(512, 512)
     loss = lambda m, i: m(i["x"]).square().sum((1, 2))  # noqa: E731
     clipper = Clipper(model, inspect_model(model), Preconditioner.identity(), loss, 1.0)
