@@ -231,6 +231,16 @@ class DPKFCConfig(TrainingArguments):
                 "the number of tokens drawn is private.",
                 unset,
             ),
+            "skip_memory_metrics": (
+                not self.skip_memory_metrics,
+                "peak memory tells how large the private batches were.",
+                unset,
+            ),
+            "debug": (
+                bool(self.debug),
+                "it prints ranges of activations of private records.",
+                "debug on public data with the plain Trainer.",
+            ),
             "ignore_data_skip": (
                 self.ignore_data_skip,
                 "a resumed run would count its epochs wrongly.",

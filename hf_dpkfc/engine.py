@@ -10,12 +10,15 @@ import hashlib
 import logging
 import os
 import platform
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib.metadata import version
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -248,8 +251,11 @@ class PrivateRun:
         assert self._clipper is not None
         before = self._digest()
         content = hashlib.sha256()
-        batches = self._micro_batches(StepRandomness(self.key, step, before, self.secure), content)
-        mine = self._clipper.sum_of(batches)
+        randomness = StepRandomness(self.key, step, before, self.secure)
+        with secret_global_state(randomness, self.peers.rank):
+            mine = self._clipper.sum_of(self._micro_batches(randomness, content))
+        # Whatever else may change a query (precision, a constant in a loss) changes its sum.
+        _update(content, sorted(mine.values.items()))
         total = ClippedSum(self.peers.sum(mine.values), mine.sensitivity, mine.unsafe)
         digest = self._with_content(before, content.digest())
         return total, digest, self.peers.broadcast(self._ask_ledger(step, digest))
@@ -282,14 +288,14 @@ class PrivateRun:
             self._frozen_digest,
             self.query.loss_name.encode(),
             _digest_of(parameters),
-            *self.peers.gather(_digest_of([("rng", torch.get_rng_state())])),
         ]
-        return hashlib.sha256(b"\0".join(parts)).digest()
+        # Rank 0's, so that all ranks draw one batch and one noise whatever their rounding.
+        return self.peers.broadcast(hashlib.sha256(b"\0".join(parts)).digest())
 
     def _with_content(self, before: bytes, content: bytes) -> bytes:
         # Keyed: without the key, the digest of private records tells nothing about them.
         contents = b"".join(self.peers.gather(content))
-        return self.key.mac(before + contents, purpose="content")
+        return self.peers.broadcast(self.key.mac(before + contents, purpose="content"))
 
     def _ask_ledger(self, step: int, digest: bytes) -> Verdict:
         if self.ledger is None:
@@ -303,6 +309,26 @@ class PrivateRun:
         except BudgetError:
             return Verdict.EXHAUSTED
         return Verdict.CHARGED
+
+
+@contextmanager
+def secret_global_state(randomness: StepRandomness, rank: int) -> Iterator[None]:
+    """Dropout and random collators draw from the step's secret, and global state is put back.
+
+    With the public seed, one record more would shift everybody's dropout masks in a way that an
+    adversary could follow, and the state in a checkpoint would tell how much was drawn.
+    """
+    seed = (randomness.stream(f"dropout {rank}").uniform(8) * 2**32).astype(np.uint32)
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng():
+        torch.manual_seed(int(seed[0]) << 32 | int(seed[1]))
+        np.random.seed(seed)
+        random.seed(seed.tobytes())
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
 
 
 def _fixed_tensors(model: nn.Module, table: RouteTable) -> Iterator[tuple[str, Tensor]]:

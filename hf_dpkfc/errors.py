@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 
 class DPKFCError(Exception):
     """Base of all refusals; its message is ``what``, then ``why``, then ``way_out``.
@@ -17,6 +20,10 @@ class DPKFCError(Exception):
         self.what = what
         self.why = why
         self.way_out = way_out
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Errors cross processes, so they can be pickled although their arguments have names."""
+        return partial(type(self), self.what, why=self.why, way_out=self.way_out), ()
 
 
 class ConfigurationError(DPKFCError, ValueError):

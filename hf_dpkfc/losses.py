@@ -189,6 +189,9 @@ def _span(outputs: Any, targets: Mapping[str, Tensor]) -> Tensor:
         if padding is not None:
             logits = logits.masked_fill(padding, torch.finfo(logits.dtype).min)
         position = targets[f"{end}_positions"].view(-1).clamp(0, length)
+        if padding is not None:  # an answer beyond the example's own tokens is outside the window
+            outside = F.pad(padding, (0, 1), value=True).gather(1, position.unsqueeze(1)).squeeze(1)
+            position = position.masked_fill(outside, length)
         ends.append(F.cross_entropy(logits, position, reduction="none", ignore_index=length))
     return (ends[0] + ends[1]) / 2
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hf_dpkfc.errors import ConfigurationError, LedgerError
 from hf_dpkfc.mechanism.randomness import SecretKey
-from hf_dpkfc.privacy.ledger import PrivacyLedger
+from hf_dpkfc.privacy.ledger import PrivacyLedger, require_unused
 from hf_dpkfc.privacy.plan import PrivacyPlan
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class RunFolder:
     Attributes:
         folder: ``output_dir``, or a trial's folder below it.
         output_dir: The folder that holds checkpoints, in which no key may lie.
-        key_path: Folder of the key; None for the default below ``$XDG_STATE_HOME``.
+        key_path: Below which the key's folder lies; None for ``$XDG_STATE_HOME``.
     """
 
     folder: Path
@@ -87,12 +87,10 @@ class RunFolder:
         Raises:
             ConfigurationError: If that is inside ``output_dir``.
         """
-        if self.key_path:
-            folder = Path(self.key_path).expanduser()
-        else:
-            state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state")
-            place = hashlib.sha256(str(self.folder.resolve()).encode()).hexdigest()[:16]
-            folder = state / "hf_dpkfc" / place
+        state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state")
+        base = Path(self.key_path).expanduser() if self.key_path else state / "hf_dpkfc"
+        # One folder per run: two runs with one key path must not destroy each other's key.
+        folder = base / hashlib.sha256(str(self.folder.resolve()).encode()).hexdigest()[:16]
         if folder.resolve().is_relative_to(self.output_dir.resolve()):
             raise ConfigurationError(
                 f"privacy_key_path={str(folder)!r} is inside output_dir.",
@@ -141,6 +139,7 @@ class RunFolder:
         """An earlier run's ledger is kept under another name: its cost was real."""
         path = self.ledger_path
         if path.exists():
+            require_unused(path)
             kept = path.with_name(f"{path.stem}-{self.ledger_digest()[:12]}{path.suffix}")
             path.rename(kept)
             logger.warning(
@@ -158,9 +157,9 @@ class RunFolder:
         Raises:
             ConfigurationError: If there is no run to resume.
         """
-        found = [p for p in self.output_dir.glob("checkpoint-*") if _is_complete(p)]
+        found = [p for p in self.output_dir.glob("checkpoint-*") if self._is_ours(p)]
         if found:
-            return str(max(found, key=lambda p: int(p.name.rpartition("-")[2])))
+            return str(max(found, key=lambda p: step_of(str(p))))
         if not self.ledger_path.exists():
             raise ConfigurationError(
                 f"There is nothing to resume in {self.output_dir}.",
@@ -169,6 +168,26 @@ class RunFolder:
             )
         logger.warning("No complete checkpoint: the interrupted run is replayed from its start.")
         return None
+
+    def require_ours(self, checkpoint: str) -> None:
+        """Refuse a checkpoint that this run didn't write: its weights cost another budget.
+
+        Raises:
+            LedgerError: If its copy of the ledger isn't the beginning of ours.
+        """
+        if not self._is_ours(Path(checkpoint)):
+            raise LedgerError(
+                f"{checkpoint} isn't a whole checkpoint of the run in {self.folder}.",
+                why="its weights were paid for under another ledger, or it was torn.",
+                way_out="resume from a checkpoint of the interrupted run, or start a new run.",
+            )
+
+    def _is_ours(self, checkpoint: Path) -> bool:
+        try:
+            copy = (checkpoint / LEDGER_NAME).read_bytes()
+            return _is_complete(checkpoint) and self.ledger_path.read_bytes().startswith(copy)
+        except OSError:
+            return False
 
 
 def step_of(checkpoint: str | None) -> int:

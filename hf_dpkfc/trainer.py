@@ -30,7 +30,6 @@ from hf_dpkfc.engine import Peers, PrivateRun, Query
 from hf_dpkfc.errors import (
     BudgetError,
     ConfigurationError,
-    LedgerError,
     ProbeError,
     PublishingError,
 )
@@ -87,6 +86,7 @@ class DPKFCTrainer(Trainer):
         self._finished: PrivacyStatement | None = None
         self._num_releases = 0
         self._continues = False
+        self._starts = False
         self._resume_from: str | None = None
         self._trial_number: int | None = None
         self._spent: list[PrivacyPlan] = []
@@ -124,17 +124,22 @@ class DPKFCTrainer(Trainer):
         """Train privately; calibrated before the first step, stopped before it would overspend."""
         self._trial_number = getattr(trial, "number", None)
         self._continues = bool(resume_from_checkpoint)
+        self._refuse_going_on()
         if isinstance(resume_from_checkpoint, str):
+            self._files.require_ours(resume_from_checkpoint)
             self._resume_from = resume_from_checkpoint
         else:
             self._resume_from = self._files.last_checkpoint() if self._continues else None
+        self._starts = True
         output = super().train(resume_from_checkpoint=self._resume_from, trial=trial, **kwargs)
         self._finish_run()
         return _without_loss(output)
 
     def get_train_dataloader(self) -> DataLoader[dict[str, Any]]:
-        """Opens the run and gives HF's loop its steps; records are drawn in ``training_step``."""
-        self._open_run()
+        """HF's loop gets steps, not records; called by ``train()``, it opens the run first."""
+        if self._starts:
+            self._starts = False
+            self._open_run()
         plan = self.plan
         return logical_steps(plan.steps_per_epoch, plan.dataset_size)
 
@@ -180,15 +185,21 @@ class DPKFCTrainer(Trainer):
                 self._run.preconditioner.save(folder / PRECONDITIONER_NAME)
             shutil.copyfile(self._files.ledger_path, folder / LEDGER_NAME)
 
-    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
         """HF's evaluation. Evaluation records aren't covered by the guarantee."""
         chosen = self.eval_dataset if eval_dataset is None else eval_dataset
         if chosen is not None and chosen is self.train_dataset:
             logger.warning(
                 "Evaluating on the training set: these metrics are computed from private records "
-                "without noise. Don't publish them."
+                "without noise. They are named unsafe_train and kept off the card."
             )
-        return super().evaluate(eval_dataset, *args, **kwargs)
+            metric_key_prefix = "unsafe_train"
+        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """HF's search. Every trial trains on the same records, and their costs add up."""
@@ -287,6 +298,16 @@ class DPKFCTrainer(Trainer):
             )
         return own
 
+    def _refuse_going_on(self) -> None:
+        """Weights that were trained already carry a cost that a new plan wouldn't count."""
+        if self._run is not None and self.model_init is None and not self._continues:
+            raise ConfigurationError(
+                "train() was called again on weights that were trained privately already.",
+                why="the new plan's ε wouldn't count what these weights have cost.",
+                way_out="resume an interrupted run with resume_from_checkpoint=True; for a new run "
+                "load the base checkpoint again into a new trainer.",
+            )
+
     def _refuse_setting(self) -> None:
         if isinstance(self.train_dataset, IterableDataset) or (
             self.train_dataset is not None and not hasattr(self.train_dataset, "__len__")
@@ -361,6 +382,9 @@ class DPKFCTrainer(Trainer):
         return PrivacyPlan(noise_multiplier=args.noise_multiplier, **fields)
 
     def _open_run(self) -> None:
+        if self.args.gradient_accumulation_steps != 1:  # a search has set it on our copy
+            self._accumulation = self.args.gradient_accumulation_steps
+            self.args.gradient_accumulation_steps = 1
         plan, query, probe = self._make_plan(), self._query(), self._probe()
         peers: Peers = _AcceleratePeers(
             self.args.process_index, self.args.world_size, self.accelerator
@@ -438,7 +462,7 @@ class DPKFCTrainer(Trainer):
 
     def _check_independence(self, query: Query, probe: Probe | None) -> None:
         """Once per launch, on probes: an example's loss and gradient are its own."""
-        if probe is None or not probe.is_data_free:
+        if probe is None or self.args.probe == "oracle":
             logger.warning(
                 "The neighbour check was skipped: no synthetic inputs can be made for this model. "
                 "Make sure that no example's loss depends on the others in its batch."
@@ -456,11 +480,12 @@ class DPKFCTrainer(Trainer):
         """Key and ledger on rank 0; the key is then everybody's."""
         if self._run is not None:
             self._run.close()
-        key, ledger, failure = None, None, None
+        key, ledger = None, None
+        failure: Exception | None = None
         if peers.rank == 0:
             try:
                 key, ledger = self._files.open(plan, continues=self._continues)
-            except LedgerError as error:
+            except Exception as error:  # every rank must hear of it, or the others wait forever
                 failure = error
         failure = peers.broadcast(failure)
         if failure is not None:

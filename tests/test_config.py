@@ -67,6 +67,8 @@ def test_a_config_survives_to_dict(tmp_path):
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
         ({"include_num_input_tokens_seen": True}, "include_num_input_tokens_seen"),
         ({"ignore_data_skip": True}, "ignore_data_skip"),
+        ({"skip_memory_metrics": False}, "skip_memory_metrics"),
+        ({"debug": "underflow_overflow"}, "debug"),
         ({"optim": "galore_adamw_layerwise"}, "optim"),
         ({"optim": "adalomo"}, "optim"),
         ({"use_liger_kernel": True}, "use_liger_kernel"),

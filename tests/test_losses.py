@@ -97,6 +97,17 @@ def test_padding_does_not_move_a_span_loss():
     torch.testing.assert_close(plain, loss(model, padded | ends))
 
 
+def test_an_answer_beyond_the_examples_own_tokens_is_ignored():
+    model = bert(BertForQuestionAnswering)
+    inputs = {
+        "input_ids": torch.tensor([[7, 8, 9, 0, 0]]),
+        "attention_mask": torch.tensor([[1, 1, 1, 0, 0]]),
+        "start_positions": torch.tensor([4]),
+        "end_positions": torch.tensor([7]),
+    }
+    assert TaskLoss(Task.SPAN)(model, inputs).item() == 0.0
+
+
 def test_an_unknown_head_gets_an_error_that_shows_how():
     with pytest.raises(UnsupportedTaskError, match=r"BertModel[\s\S]*per_example_loss"):
         task_of(bert(BertModel))

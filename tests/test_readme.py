@@ -39,6 +39,13 @@ def test_the_printed_plan_is_what_the_command_prints(capsys):
     assert capsys.readouterr().out.startswith(expected.strip())
 
 
+def test_the_results_are_those_of_the_committed_json(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "recipes"))
+    import readme_table
+
+    assert readme_table.render() in README
+
+
 def test_the_test_command_is_the_one_that_ci_calls():
     assert "$ make test\n" in README
     assert "make test\n" in (Path(__file__).parents[1] / ".ci/run").read_text()

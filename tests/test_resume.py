@@ -118,7 +118,7 @@ def test_resuming_without_the_key_is_refused(tmp_path):
     options = {"save_strategy": "steps", "save_steps": 2, "privacy_key_path": str(tmp_path / "k")}
     with pytest.raises(KeyboardInterrupt):
         settings.trainer(tmp_path / "out", callbacks=[Interrupt()], **options).train()
-    (tmp_path / "k/key").unlink()
+    next((tmp_path / "k").rglob("key")).unlink()
     with pytest.raises(LedgerError, match="key"):
         settings.trainer(tmp_path / "out", **options).train(resume_from_checkpoint=True)
 
@@ -145,6 +145,53 @@ def test_a_second_process_on_one_run_is_refused(tmp_path):
                     settings.trainer(tmp_path / "out", **options).train(resume_from_checkpoint=True)
 
     settings.trainer(tmp_path / "out", callbacks=[Second()], **options).train()
+
+
+def test_a_second_fresh_start_on_one_run_is_refused(tmp_path):
+    class Second(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 3:
+                with pytest.raises(LedgerError, match="in use"):
+                    settings.trainer(tmp_path).train()
+
+    trainer = settings.trainer(tmp_path, callbacks=[Second()])
+    trainer.train()
+    assert trainer._num_releases == 4
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path):
+    """Its weights cost another budget: ε = 8 must not be published as ε = 1."""
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    settings.trainer(tmp_path, target_epsilon=8.0, **saving).train()
+    options = saving | {"target_epsilon": 1.0}
+    with pytest.raises(KeyboardInterrupt):
+        settings.trainer(tmp_path, callbacks=[Interrupt()], **options).train()
+    resumed = settings.trainer(tmp_path, **options)
+    with pytest.raises(LedgerError, match="isn't a whole checkpoint of the run"):
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    resumed.train(resume_from_checkpoint=True)
+    assert Path(resumed._resume_from).name == "checkpoint-2"
+
+
+def _smoothed(amount):
+    def loss(outputs, inputs):
+        return torch.nn.functional.cross_entropy(
+            outputs.logits, inputs["labels"], reduction="none", label_smoothing=amount
+        )
+
+    return loss
+
+
+def test_a_constant_changed_inside_a_loss_is_charged(tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 2}
+    with pytest.raises(KeyboardInterrupt):
+        settings.trainer(
+            tmp_path, callbacks=[Interrupt()], per_example_loss=_smoothed(0.1), **options
+        ).train()
+    trainer = settings.trainer(tmp_path, per_example_loss=_smoothed(0.2), **options)
+    trainer.train(resume_from_checkpoint=True)
+    charged = [charge.step for charge in trainer._run.ledger.charges]
+    assert charged == [0, 1, 2, 2]
 
 
 def test_a_torn_checkpoint_is_passed_over(tmp_path):

@@ -376,11 +376,11 @@ def test_the_key_is_private_during_training_and_gone_afterwards(tmp_path):
 
     class Look(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            seen.append((folder / "key").stat().st_mode & 0o777)
+            seen.append(next(folder.rglob("key")).stat().st_mode & 0o777)
 
     settings.trainer(tmp_path / "out", privacy_key_path=str(folder), callbacks=[Look()]).train()
     assert set(seen) == {0o600}
-    assert not list(folder.iterdir())
+    assert not [p for p in folder.rglob("*") if p.is_file()]
 
 
 def test_a_key_inside_output_dir_is_refused(tmp_path):
@@ -416,8 +416,9 @@ def test_no_noise_warns_that_epsilon_is_infinite(tmp_path, warnings_of):
 
 def test_evaluating_on_the_training_set_warns(tmp_path, warnings_of):
     trainer = settings.trainer(tmp_path)
-    trainer.evaluate(trainer.train_dataset)
-    assert "Don't publish them" in warnings_of.text
+    metrics = trainer.evaluate(trainer.train_dataset)
+    assert all(name.startswith(("unsafe_train", "epoch")) for name in metrics)
+    assert "kept off the card" in warnings_of.text
 
 
 def test_evaluate_predict_and_metrics_behave_as_in_hf(tmp_path):
@@ -440,11 +441,52 @@ def test_evaluate_predict_and_metrics_behave_as_in_hf(tmp_path):
 
 
 def test_a_second_training_keeps_the_first_ledger(tmp_path, warnings_of):
-    trainer = settings.trainer(tmp_path)
-    trainer.train()
-    trainer.train()
+    settings.trainer(tmp_path).train()
+    settings.trainer(tmp_path).train()
     assert len(list(tmp_path.glob("privacy_ledger*.jsonl"))) == 2
     assert "add up" in warnings_of.text
+
+
+def test_training_on_from_private_weights_is_refused(tmp_path):
+    trainer = settings.trainer(tmp_path)
+    trainer.train()
+    with pytest.raises(ConfigurationError, match="trained privately already"):
+        trainer.train()
+
+
+def test_a_step_leaves_no_trace_in_global_random_state(tmp_path):
+    """Else a checkpoint's rng_state.pth would tell how many dropout masks were drawn."""
+    states = []
+
+    class Look(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            states.append(torch.get_rng_state())
+
+    settings.trainer(tmp_path, callbacks=[Look()]).train()
+    assert all(torch.equal(state, states[0]) for state in states)
+
+
+def test_dropout_masks_do_not_come_from_the_public_seed(tmp_path):
+    """σ = 0 and the whole set as the batch: only the masks can differ between two equal runs."""
+    options = {
+        "noise_multiplier": 0.0,
+        "per_device_train_batch_size": 60,
+        "max_steps": 1,
+        "optim": "sgd",
+        "seed": 42,
+    }
+    finals = []
+    for name in "ab":
+        trainer = settings.trainer(tmp_path / name, settings.bert(dropout=0.5), **options)
+        trainer.train()
+        finals.append(settings.weights(trainer.model))
+    assert not torch.equal(*finals)
+
+
+def test_looking_at_the_loader_opens_no_run(tmp_path):
+    trainer = settings.trainer(tmp_path)
+    assert len(trainer.get_train_dataloader()) == 8
+    assert not (tmp_path / "privacy_ledger.jsonl").exists()
 
 
 def test_diagonal_and_public_run_through_the_same_trainer(tmp_path):

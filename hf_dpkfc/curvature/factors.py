@@ -136,7 +136,9 @@ class FactorPair:
 def position_weights(gradient: OuterGradient, mask: Tensor | None) -> Tensor:
     """[batch·groups, position, 1]: the attention mask where positions are tokens, else ones."""
     rows, positions = gradient.delta.shape[:2]
-    if mask is None or mask.shape[1] != positions:
+    if mask is None or positions % mask.shape[1]:
         return gradient.delta.new_ones(rows, positions, 1)
-    weights = mask.to(gradient.delta.dtype).unsqueeze(-1)
+    # A layer that is called several times has its calls' positions one after the other.
+    calls = positions // mask.shape[1]
+    weights = mask.to(gradient.delta.dtype).repeat(1, calls).unsqueeze(-1)
     return weights.repeat_interleave(gradient.groups, dim=0)

@@ -225,7 +225,8 @@ def _estimate_factors(passes: _Passes) -> tuple[dict[str, FactorPair], float]:
     pairs: dict[str, FactorPair] = {}
     eps = 0.0
     for captured, mask in passes.for_factors():
-        inputs: dict[tuple[Any, ...], Factor] = {}
+        # Each with its tensor: while that is held, its address can't be another tensor's.
+        inputs: dict[tuple[Any, ...], tuple[Tensor, Factor]] = {}
         eps = max(eps, captured.eps)
         for block in passes.table:
             gradient = captured.gradient(block) if block.treatment == "kfac" else None
@@ -238,16 +239,18 @@ def _estimate_factors(passes: _Passes) -> tuple[dict[str, FactorPair], float]:
 
 
 def _new_pair(
-    gradient: OuterGradient, inputs: dict[tuple[Any, ...], Factor], options: CurvatureOptions
+    gradient: OuterGradient,
+    inputs: dict[tuple[Any, ...], tuple[Tensor, Factor]],
+    options: CurvatureOptions,
 ) -> FactorPair:
     """Factors for a block; layers that read the same tensor share A."""
     a = gradient.a
     key = (a.data_ptr(), a.shape, gradient.ones is None)
     G = _new_factor(gradient.delta.shape[-1], options, averages=False)
-    shared = inputs.get(key) if a.numel() else None
-    if shared is None:
-        inputs[key] = _new_factor(gradient.d_in, options, averages=True)
-    return FactorPair(inputs[key], G, shares_A=shared is not None)
+    is_shared = a.numel() > 0 and key in inputs
+    if not is_shared:
+        inputs[key] = (a, _new_factor(gradient.d_in, options, averages=True))
+    return FactorPair(inputs[key][1], G, shares_A=is_shared)
 
 
 def _new_factor(width: int, options: CurvatureOptions, *, averages: bool) -> Factor:

@@ -363,6 +363,6 @@ class PublicDataProbe:
         assert self.labels is not None
         if "input_ids" not in inputs:
             return {"labels": self.labels.draw(len(next(iter(inputs.values()))), generator)}
-        ids = inputs["input_ids"]
-        payload = inputs.get("attention_mask", torch.ones_like(ids)).bool()
+        ids = inputs["input_ids"].cpu()  # where the generator is
+        payload = inputs.get("attention_mask", torch.ones_like(ids)).cpu().bool()
         return self.labels.draw_for_tokens(ids, payload, None, generator)

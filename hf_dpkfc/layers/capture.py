@@ -129,7 +129,7 @@ class _Recorder:
             before = module.register_forward_pre_hook(
                 lambda owner, _: self._swap(key, owner, attribute)
             )
-            return [before, module.register_forward_hook(lambda *_: self._restore())]
+            return [before, module.register_forward_hook(lambda owner, *_: self._restore(owner))]
         after = module.register_forward_hook(
             lambda m, args, kwargs, output: self._record(key, m, args, kwargs, output),
             with_kwargs=True,
@@ -147,10 +147,13 @@ class _Recorder:
         owner._parameters[attribute] = expanded  # type: ignore[assignment]
         self.seen.append((key, parameter, parameter._version, get_gradient_edge(expanded)))
 
-    def _restore(self) -> None:
-        while self.swapped:
-            owner, attribute, parameter = self.swapped.pop()
-            owner._parameters[attribute] = parameter
+    def _restore(self, only: nn.Module | None = None) -> None:
+        """Put bare parameters back: one owner's when its forward ends, all when the pass does."""
+        for owner, attribute, parameter in self.swapped:
+            if only is None or owner is only:
+                owner._parameters[attribute] = parameter
+        kept = [] if only is None else [entry for entry in self.swapped if entry[0] is not only]
+        self.swapped = kept
 
     def _expand_ids(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Position ids often come as [1, T] and are broadcast; per example they must be [B, T]."""

@@ -240,15 +240,11 @@ class _TableBuilder:
     def _kind(self, module_name: str, parameter_name: str) -> Kind | None:
         """The rule for one module's direct use of a parameter, None if there is none."""
         module = self.modules[module_name]
-        if isinstance(module, Conv1D):
-            return Kind.CONV1D
-        if isinstance(module, nn.Embedding):
-            plain = not (module.scale_grad_by_freq or module.sparse or module.max_norm)
-            return Kind.EMBEDDING if plain else None
-        if isinstance(module, nn.Linear):
-            return Kind.LINEAR
-        if isinstance(module, nn.Conv2d):
-            return Kind.CONV2D
+        for base, kind in _KNOWN.items():
+            # A subclass that computes something else, or has more parameters, isn't that layer.
+            is_plain = isinstance(module, base) and type(module).forward is base.forward
+            if is_plain and parameter_name in ("weight", "bias"):
+                return kind if _has_plain_gradient(module) else None
         if type(module) in GradSampleModule.GRAD_SAMPLERS:
             return Kind.SAMPLER
         if _is_small_leaf(module):
@@ -272,7 +268,7 @@ class _TableBuilder:
         module = self.modules[module_name]
         bias = module._parameters.get("bias")
         own_bias = bias is not None and bias.requires_grad and self._sole_rule(bias)
-        parameters = {f"{module_name}.weight": tuple(module.weight.shape)}
+        parameters = {self.names[id(module.weight)]: tuple(module.weight.shape)}
         if own_bias:
             assert bias is not None
             parameters[self.names[id(bias)]] = tuple(bias.shape)
@@ -329,9 +325,25 @@ class _TableBuilder:
         )
 
 
+_KNOWN: dict[type[nn.Module], Kind] = {
+    Conv1D: Kind.CONV1D,
+    nn.Embedding: Kind.EMBEDDING,
+    nn.Linear: Kind.LINEAR,
+    nn.Conv2d: Kind.CONV2D,
+}
+
+
+def _has_plain_gradient(module: nn.Module) -> bool:
+    """False for embeddings whose gradient or weight torch changes on its own."""
+    if not isinstance(module, nn.Embedding):
+        return True
+    return not (module.scale_grad_by_freq or module.sparse or module.max_norm)
+
+
 def _is_small_leaf(module: nn.Module) -> bool:
     """A childless module of one tensor argument, small enough to differentiate per example."""
-    if next(module.children(), None) is not None or isinstance(module, nn.RNNBase | _BatchNorm):
+    stateful = nn.RNNBase | _BatchNorm | nn.Embedding
+    if next(module.children(), None) is not None or isinstance(module, stateful):
         return False
     if sum(p.numel() for p in module.parameters()) > MAX_VJP_PARAMETERS:
         return False

@@ -53,7 +53,18 @@ def check_independence(
         only_i[i] = 1
         _require_own_loss(i, captured.losses[i], losses.detach()[0], loss_tolerance)
         _require_own_gradient(i, _captured_sum(captured, table, only_i), own, gradient_tolerance)
+    _run_in_train_mode(model, per_example_loss, together)
     _require_same_buffers(model, buffers)
+
+
+def _run_in_train_mode(
+    model: nn.Module, per_example_loss: PerExampleLoss, inputs: Mapping[str, Any]
+) -> None:
+    """Running statistics may be kept only while training."""
+    with torch.random.fork_rng(), torch.no_grad():
+        model.train()
+        per_example_loss(model, inputs)
+        model.eval()
 
 
 def _tolerances(dtype: torch.dtype) -> tuple[float, float]:

@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from hf_dpkfc.errors import BudgetError, LedgerError
 from hf_dpkfc.privacy.plan import PrivacyPlan
@@ -131,14 +131,10 @@ class PrivacyLedger:
 
     def _lock(self) -> None:
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+            _lock(self._file, self.path)
+        except LedgerError:
             self._file.close()
-            raise LedgerError(
-                f"{self.path} is in use by another process.",
-                why="two runs on one ledger would each spend the budget that the other counts on.",
-                way_out="wait for the other run, or use another output_dir.",
-            ) from error
+            raise
 
     def _complete_lines(self) -> list[bytes]:
         """Whole lines; a torn last one is cut off."""
@@ -234,6 +230,23 @@ class PrivacyLedger:
             way_out="restore the ledger, its key and its head from the same moment, or start a "
             "new run in another output_dir and don't release this one's model.",
         )
+
+
+def require_unused(path: Path) -> None:
+    """Raise unless no process holds this ledger."""
+    with open(path, "rb") as file:
+        _lock(file, path)
+
+
+def _lock(file: IO[bytes], path: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise LedgerError(
+            f"{path} is in use by another process.",
+            why="two runs on one ledger would each spend the budget that the other counts on.",
+            way_out="wait for the other run, or use another output_dir.",
+        ) from error
 
 
 def _canonical(entry: dict[str, Any]) -> bytes:

@@ -57,6 +57,14 @@ def test_layers_that_read_one_tensor_share_its_root():
     assert query.root_G is not value.root_G
 
 
+def test_layers_that_read_different_tensors_never_share_a_root():
+    """Concatenated calls are fresh tensors, whose addresses are reused once they are freed."""
+    preconditioner = fit(models.build("albert").float())
+    layer = "albert.encoder.albert_layer_groups.0.albert_layers.0."
+    roots = [preconditioner[layer + n].root_A for n in ("attention.dense", "ffn", "ffn_output")]
+    assert len({id(root) for root in roots}) == 3
+
+
 @pytest.mark.parametrize("kind", ["kfac", "diagonal"])
 def test_balance_keeps_each_layers_mean_squared_probe_norm(kind):
     model = models.build("bert")

@@ -56,6 +56,27 @@ def test_an_embedding_that_rescales_by_frequency_is_refused():
     assert inspect_model(model).refusals[0].parameter == "0.weight"
 
 
+class ScaledEmbedding(nn.Embedding):
+    def forward(self, ids):
+        return 2 * super().forward(ids)
+
+
+class GatedLinear(nn.Linear):
+    def __init__(self):
+        super().__init__(3, 3)
+        self.gate = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return super().forward(x) * self.gate
+
+
+def test_a_subclass_that_computes_something_else_is_not_that_layer():
+    assert inspect_model(nn.Sequential(ScaledEmbedding(4, 2))).refusals
+    table = inspect_model(nn.Sequential(GatedLinear())).require_covered()
+    assert [use.kind for use in table.blocks[0].uses] == ["vjp"]
+    assert set(table.blocks[0].parameters) == {"0.weight", "0.bias", "0.gate"}
+
+
 def test_a_tied_matrix_is_one_block_of_both_uses():
     table = inspect_model(models.build("gpt2"))
     tied = [block for block in table if block.form is Form.TIED]

@@ -67,6 +67,19 @@ class Counts(nn.Module):
         return self.linear(x)
 
 
+class CountsInTraining(Counts):
+    def forward(self, x):
+        if self.training:
+            self.seen = self.seen + x.detach().sum()
+        return self.linear(x)
+
+
+def test_a_buffer_that_changes_only_in_training_is_caught():
+    model = CountsInTraining().double().eval()
+    with pytest.raises(NeighbourError, match="buffer seen"):
+        check(model, {"x": torch.ones(2, 3).double()}, lambda m, i: m(i["x"]).sum(1))
+
+
 def test_a_buffer_that_changes_is_caught():
     with pytest.raises(NeighbourError, match="buffer seen"):
         check(Counts().double(), {"x": torch.ones(2, 3).double()}, lambda m, i: m(i["x"]).sum(1))

@@ -1,0 +1,81 @@
+"""Renders the README's results from the committed JSON: python recipes/readme_table.py."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections import defaultdict
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"
+README = Path(__file__).parents[1] / "README.md"
+START, END = "<!-- results -->", "<!-- /results -->"
+
+TITLES = {
+    "minilm": "MiniLM (22.7 M parameters)",
+    "mpnet": "MPNet-base (109 M parameters, the shape of BERT-base)",
+}
+
+
+def render() -> str:
+    """The results block, markers included."""
+    parts = [START, *_accuracy(), *_throughput(), END]
+    return "\n\n".join(parts)
+
+
+def _accuracy() -> list[str]:
+    path = RESULTS / "quickstart.json"
+    if not path.exists():
+        return []
+    result = json.loads(path.read_text())
+    by_arm = defaultdict(list)
+    for run in result["runs"]:
+        by_arm[run["arm"]].append(run)
+    rows = [
+        f"| {arm} | {_spread([100 * run['accuracy'] for run in runs])} "
+        f"| {max(run['epsilon_spent'] for run in runs):.2f} | {len(runs)} |"
+        for arm, runs in by_arm.items()
+    ]
+    title = "Rotten Tomatoes, MiniLM, pooler and classifier train, 30 steps of 256"
+    header = ["| method | test accuracy | ε | seeds |", "|---|---|---|---|"]
+    return [f"{title} (`{result['command']}`):", "\n".join(header + rows)]
+
+
+def _spread(values: list[float]) -> str:
+    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+    return f"{statistics.mean(values):.1f} ± {deviation:.1f}"
+
+
+def _throughput() -> list[str]:
+    parts = []
+    for name, title in TITLES.items():
+        path = RESULTS / "throughput" / f"{name}.json"
+        if path.exists():
+            parts += _throughput_of(json.loads(path.read_text()), title)
+    return parts
+
+
+def _throughput_of(result: dict, title: str) -> list[str]:
+    speed, memory = result["speed"], result["memory"]["relative"]
+    plain, opacus = speed["speed_relative_to_non_private"], speed["speed_relative_to_faster_opacus"]
+    header = "| step | speed vs. non-private | vs. faster Opacus | peak memory |\n|---|---|---|---|"
+    rows = [f"| {a} | {plain[a]:.2f}× | {opacus[a]:.2f}× | {memory[a]:.2f}× |" for a in plain]
+    refresh = speed["refresh_in_non_private_steps_of_256"]["ours: kfac rank 64"]
+    note = (
+        f"One refresh of the rank-64 preconditioner costs {refresh:.1f} non-private steps of 256."
+    )
+    if "trainer" in result:
+        overhead = 100 * result["trainer"]["overhead"]
+        note += f" DPKFCTrainer adds {overhead:.1f} % to the core's step."
+    caption = f"{title}, T 128, two CPU threads (`{result['command']}`):"
+    return [caption, "\n".join([header, *rows]), note]
+
+
+def main() -> None:
+    text = re.sub(f"{START}.*?{END}", lambda _: render(), README.read_text(), flags=re.DOTALL)
+    README.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
