@@ -345,7 +345,9 @@ def _digest_of(tensors: Any) -> bytes:
 
 def _update(digest: hashlib._Hash, tensors: Any) -> None:
     for name, tensor in tensors:
-        flat = tensor.detach().cpu().contiguous()
-        digest.update(f"{name} {flat.dtype} {tuple(flat.shape)}".encode())
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        flat = tensor.detach().cpu().reshape(-1)
+        if flat.stride(0) != 1:  # one element of a column counts as contiguous, but isn't viewable
+            flat = flat.clone(memory_format=torch.contiguous_format)
         if flat.numel():
-            digest.update(flat.flatten().view(torch.uint8).numpy().data)
+            digest.update(flat.view(torch.uint8).numpy().data)

@@ -1,8 +1,8 @@
 r"""A private fine-tune of a real checkpoint on real sentences, in about two minutes on two cores.
 
 MiniLM with Hugging Face's standard sequence-classification head (the classifier trains, on the
-pooled CLS token of a frozen backbone) on Rotten Tomatoes, once with DP-KFC and once with plain DP-Adam, at the same ε and with the same
-code: DP-Adam is preconditioner="none".
+pooled CLS token of a frozen backbone) on Rotten Tomatoes, once with DP-KFC and once with plain
+DP-Adam, at the same ε and with the same code: DP-Adam is preconditioner="none".
 
     python recipes/quickstart.py                                   # no Hub needed
     python recipes/quickstart.py --model google/bert_uncased_L-4_H-256_A-4 \
