@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import time
 from pathlib import Path
 
+import metrics
 import offline
 from datasets import Dataset, load_dataset
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, set_seed
@@ -56,10 +58,6 @@ def encode(rows: Dataset, tokenizer) -> Dataset:
     return rows.map(to_ids, batched=True, remove_columns=rows.column_names)
 
 
-def accuracy(prediction) -> dict[str, float]:
-    return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
-
-
 def build_trainer(args, options: dict, train: Dataset, held_out: Dataset, tokenizer):
     set_seed(args.seed)  # the head's initial weights; noise and sampling have a secret key
     model = AutoModelForSequenceClassification.from_pretrained(args.checkpoint, num_labels=2)
@@ -87,7 +85,7 @@ def build_trainer(args, options: dict, train: Dataset, held_out: Dataset, tokeni
         train_dataset=train,
         eval_dataset=held_out,
         processing_class=tokenizer,
-        compute_metrics=accuracy,
+        compute_metrics=metrics.accuracy,
     )
 
 
@@ -98,8 +96,14 @@ def run_arm(args, options: dict, train: Dataset, held_out: Dataset, tokenizer) -
     trainer.train()
     seconds = time.perf_counter() - started
     trainer.save_model()
+    evaluated = trainer.evaluate()
+    trainer.create_model_card(
+        model_name=f"MiniLM on Rotten Tomatoes, {options['preconditioner']}",
+        dataset="cornell-movie-review-data/rotten_tomatoes",
+        finetuned_from="sentence-transformers/all-MiniLM-L6-v2",
+    )
     return {
-        "accuracy": trainer.evaluate()["eval_accuracy"],
+        "accuracy": evaluated["eval_accuracy"],
         "epsilon_spent": trainer.epsilon_spent(),
         "seconds": seconds,
         "plan": str(trainer.plan),
@@ -129,7 +133,7 @@ def main() -> None:
         return
     results = {arm: run_arm(args, o, train, test, tokenizer) for arm, o in ARMS.items()}
     print("\n" + results["DP-KFC"]["plan"] + "\n")
-    print(f"{'':10} {'ε spent':>8} {'test accuracy':>14} {'seconds':>8}   model")
+    print(f"{'':10} {'ε spent':>8} {'test accuracy':>14} {'seconds':>8}   model and card")
     for arm, result in results.items():
         print(
             f"{arm:10} {result['epsilon_spent']:8.3f} {result['accuracy']:14.3f} "
@@ -157,6 +161,10 @@ def repeat(args, train: Dataset, test: Dataset, tokenizer) -> None:
             result = run_arm(args, options, train, test, tokenizer)
             kept = ("accuracy", "epsilon_spent", "seconds")
             rows.append({"arm": arm, "seed": seed} | {key: result[key] for key in kept})
+    for name in ("README.md", "privacy_statement.json"):
+        target = Path(__file__).parents[1] / "model_cards/quickstart" / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(args.out / "kfac" / name, target)
     seeds = " ".join(map(str, args.seeds))
     save("quickstart", f"--seeds {seeds} --steps {args.steps} --epsilon {args.epsilon:g}", rows)
 

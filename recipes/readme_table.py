@@ -37,7 +37,7 @@ def _accuracy() -> list[str]:
         f"| {max(run['epsilon_spent'] for run in runs):.2f} | {len(runs)} |"
         for arm, runs in by_arm.items()
     ]
-    title = "Rotten Tomatoes, MiniLM with HF's standard head on a frozen backbone, 30 steps of 256 sentences"
+    title = "Rotten Tomatoes, MiniLM, HF's standard head on a frozen backbone, 30 steps of 256"
     header = ["| method | test accuracy | ε | seeds |", "|---|---|---|---|"]
     return [f"{title} (`{result['command']}`):", "\n".join(header + rows)]
 

@@ -108,12 +108,19 @@ def test_a_passing_fault_is_retried(hub, tmp_path, call, fault):
     assert len(pushed(hub).files) > 4
 
 
-@pytest.mark.parametrize("fault", [401, 403, 404])
-@pytest.mark.parametrize("call", ["/api/repos/create", "/preupload/", "/commit/"])
+@pytest.mark.parametrize(
+    ("call", "fault"),
+    [
+        (call, fault)
+        for call in ("/api/repos/create", "/preupload/", "/commit/")
+        for fault in (401, 403, 404)
+    ]
+    + [("/preupload/", 409), ("/commit/", 409)],
+)
 def test_a_lasting_fault_is_one_clear_error_and_nothing_is_published(hub, tmp_path, call, fault):
     trainer = trained(tmp_path)
     hub.fail(call, fault, times=99)
-    with pytest.raises(PublishingError, match=r"on the Hub \(HTTP 40[134]\)[\s\S]*safe on disk"):
+    with pytest.raises(PublishingError, match=r"on the Hub \(HTTP 40[1349]\)[\s\S]*safe on disk"):
         trainer.push_to_hub()
     assert all(not repo.files for repo in hub.repos.values())
 

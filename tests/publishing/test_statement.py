@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hf_dpkfc import PrivacyPlan
+from hf_dpkfc.errors import PublishingError
+from hf_dpkfc.publishing.card import CardFacts, render_card, split_metadata
+from hf_dpkfc.publishing.statement import PrivacyStatement
+from hf_dpkfc.publishing.verify import verify
+
+STATEMENT = PrivacyStatement(
+    plan=PrivacyPlan(1.5, 1.0, 256, 10_000, 100, 1e-5, target_epsilon=2.0),
+    num_releases=100,
+    ledger_sha256="ab" * 32,
+    claims_privacy=True,
+    preconditioner={"kind": "kfac", "probe": "auto", "is_data_free": True},
+    randomness="Philox",
+    world_size=1,
+    logged_unsafe_metrics=False,
+    versions={"hf-dpkfc": "0.1.0"},
+)
+FACTS = CardFacts("Mine", "org/base", ("org/data",), {"accuracy": 0.9}, "text-classification")
+CARDS = sorted((Path(__file__).parents[2] / "model_cards").glob("*/privacy_statement.json"))
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"num_releases": 101}, "101 releases, the plan allows 100"),
+        ({"num_releases": 0}, "no release"),
+        ({"claims_privacy": False}, "oracle"),
+        ({"plan": dataclasses.replace(STATEMENT.plan, noise_multiplier=0.0)}, "ε is inf"),
+    ],
+)
+def test_a_statement_without_guarantee_is_refused(change, match):
+    broken = dataclasses.replace(STATEMENT, **change)
+    with pytest.raises(PublishingError, match=match):
+        broken.require_publishable()
+    with pytest.raises(PublishingError, match=match):
+        render_card(broken, FACTS)
+
+
+def test_json_round_trip():
+    assert PrivacyStatement.from_json(STATEMENT.to_json()) == STATEMENT
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"plan": {}}'])
+def test_what_is_no_statement_is_refused(text):
+    with pytest.raises(PublishingError, match="can't be read"):
+        PrivacyStatement.from_json(text)
+
+
+def test_a_folder_without_statement_is_refused(tmp_path):
+    with pytest.raises(PublishingError, match="no privacy_statement"):
+        PrivacyStatement.load(tmp_path)
+
+
+def test_the_card_makes_sixteen_statements_and_typed_metadata():
+    metadata, body = split_metadata(render_card(STATEMENT, FACTS))
+    assert all(f"\n{i}. **" in body for i in range(1, 17))
+    block = metadata["differential_privacy"]
+    assert isinstance(block["delta"], float)
+    assert block["epsilon"] == STATEMENT.plan.epsilon
+    assert metadata["model-index"][0]["results"][0]["metrics"] == [
+        {"type": "accuracy", "value": 0.9}
+    ]
+    assert {"differential-privacy", "dp-sgd"} <= set(metadata["tags"])
+
+
+def test_unsafe_metrics_are_on_the_card():
+    logged = dataclasses.replace(STATEMENT, logged_unsafe_metrics=True)
+    assert "Un-noised training metrics were logged" in render_card(logged, FACTS)
+    assert "Un-noised" not in render_card(STATEMENT, FACTS)
+
+
+def test_public_probes_are_said_to_be_public():
+    geometry = {"kind": "kfac", "probe": "public", "is_data_free": False}
+    card = render_card(dataclasses.replace(STATEMENT, preconditioner=geometry), FACTS)
+    assert "estimated from public records" in card
+
+
+def test_an_audit_is_quoted():
+    audit = {"method": "step audit", "confidence": 0.9999, "bound": 0.5, "claim": 0.67}
+    assert "lower bound 0.5" in render_card(dataclasses.replace(STATEMENT, audit=audit), FACTS)
+
+
+def test_rendering_twice_changes_nothing():
+    once = render_card(STATEMENT, FACTS)
+    assert render_card(STATEMENT, FACTS, once) == once
+
+
+def test_a_header_that_is_no_header_is_body():
+    assert split_metadata("# Title\n---\n") == ({}, "# Title\n---\n")
+    assert yaml.safe_load("1.0e-05") == 1e-05
+
+
+@pytest.mark.parametrize("path", CARDS, ids=lambda p: p.parent.name)
+def test_a_committed_card_is_what_its_statement_renders(path):
+    statement = PrivacyStatement.load(path.parent)
+    card = (path.parent / "README.md").read_text()
+    assert render_card(statement, CardFacts(path.parent.name), card) == card
+    assert all(check.holds for check in verify(str(path.parent)))
