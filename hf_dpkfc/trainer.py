@@ -108,13 +108,17 @@ class DPKFCTrainer(Trainer):
         """The preconditioner in force; None before the first step."""
         return self._run.preconditioner if self._run is not None else None
 
-    def epsilon_spent(self) -> float:
-        """ε of the releases charged so far, infinite where nothing is claimed."""
+    def epsilon_spent(self, accountant: str | None = None) -> float:
+        """ε of the releases charged so far, infinite where nothing is claimed.
+
+        Args:
+            accountant: "rdp" or "prv"; by default the plan's.
+        """
         if self._run is None:
             return 0.0
         if not self.args.claims_privacy:
             return math.inf
-        return self._run.plan.epsilon_at(self._num_releases)
+        return self._run.plan.epsilon_at(self._num_releases, accountant)
 
     # ---- HF's doors ----
 
@@ -326,7 +330,8 @@ class DPKFCTrainer(Trainer):
 
     def _install_callbacks(self) -> None:
         if self.pop_callback(ProgressCallback) is not None:
-            self.add_callback(PrivacyProgressCallback(self.epsilon_spent))
+            # RDP's bound, whatever the plan's accountant: PRV takes a second, and this is per step.
+            self.add_callback(PrivacyProgressCallback(lambda: self.epsilon_spent("rdp")))
         self.add_callback(BudgetCallback(lambda: self._run))
         if self._wants_push and self.args.hub_strategy != HubStrategy.END:
             self.add_callback(PublishingCallback(self.push_to_hub))

@@ -159,7 +159,7 @@ def repeat(args, train: Dataset, test: Dataset, tokenizer) -> None:
         args.seed = seed
         for arm, options in ARMS.items():
             result = run_arm(args, options, train, test, tokenizer)
-            kept = ("accuracy", "epsilon_spent", "seconds")
+            kept = ("accuracy", "epsilon_spent")
             rows.append({"arm": arm, "seed": seed} | {key: result[key] for key in kept})
     for name in ("README.md", "privacy_statement.json"):
         target = Path(__file__).parents[1] / "model_cards/quickstart" / name
