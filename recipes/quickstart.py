@@ -153,20 +153,19 @@ def tune(args, train: Dataset, validation: Dataset, tokenizer) -> None:
 
 
 def repeat(args, train: Dataset, test: Dataset, tokenizer) -> None:
-    """Both arms with several initial heads, each tested once."""
-    rows = []
-    for seed in args.seeds:
+    """Both arms with several initial heads, each tested once; saved after every seed."""
+    rows, cards = [], Path(__file__).parents[1] / "model_cards/quickstart"
+    cards.mkdir(parents=True, exist_ok=True)
+    for done, seed in enumerate(args.seeds, 1):
         args.seed = seed
         for arm, options in ARMS.items():
             result = run_arm(args, options, train, test, tokenizer)
-            kept = ("accuracy", "epsilon_spent")
-            rows.append({"arm": arm, "seed": seed} | {key: result[key] for key in kept})
-    for name in ("README.md", "privacy_statement.json"):
-        target = Path(__file__).parents[1] / "model_cards/quickstart" / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(args.out / "kfac" / name, target)
-    seeds = " ".join(map(str, args.seeds))
-    save("quickstart", f"--seeds {seeds} --steps {args.steps} --epsilon {args.epsilon:g}", rows)
+            kept = {key: result[key] for key in ("accuracy", "epsilon_spent")}
+            rows.append({"arm": arm, "seed": seed} | kept)
+        for name in ("README.md", "privacy_statement.json"):
+            shutil.copyfile(args.out / "kfac" / name, cards / name)
+        seeds = " ".join(map(str, args.seeds[:done]))
+        save("quickstart", f"--seeds {seeds} --steps {args.steps} --epsilon {args.epsilon:g}", rows)
 
 
 def save(name: str, options: str, rows: list) -> None:

@@ -66,8 +66,8 @@ def _throughput_of(result: dict, title: str) -> list[str]:
         f"One refresh of the rank-64 preconditioner costs {refresh:.1f} non-private steps of 256."
     )
     if "trainer" in result:
-        overhead = 100 * result["trainer"]["overhead"]
-        note += f" DPKFCTrainer adds {overhead:.1f} % to the core's step."
+        ratio = 1 + result["trainer"]["overhead"]
+        note += f" A step of DPKFCTrainer took {ratio:.2f} times the core's."
     caption = f"{title}, T 128, two CPU threads (`{result['command']}`):"
     return [caption, "\n".join([header, *rows]), note]
 
