@@ -1,4 +1,4 @@
-r"""A private fine-tune of a real checkpoint on real sentences, in about two minutes on two cores.
+r"""A private fine-tune of a real checkpoint on real sentences, in a few minutes on two cores.
 
 MiniLM with Hugging Face's standard sequence-classification head (the classifier trains, on the
 pooled CLS token of a frozen backbone) on Rotten Tomatoes, once with DP-KFC and once with plain
