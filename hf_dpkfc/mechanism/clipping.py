@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from hf_dpkfc.curvature.preconditioner import GramCache, Preconditioner
 from hf_dpkfc.errors import ConfigurationError
 from hf_dpkfc.layers.capture import Captured, PerExampleLoss, capture
-from hf_dpkfc.layers.gradients import PerSampleGradient
+from hf_dpkfc.layers.gradients import PerSampleGradient, compacted
 from hf_dpkfc.layers.layout import accumulation_dtype
 from hf_dpkfc.layers.routes import Block, RouteTable
+from hf_dpkfc.mechanism.lookahead import Lookahead
 
 
 @dataclass(frozen=True)
@@ -107,36 +108,48 @@ class Clipper:
     def _dtype(self) -> torch.dtype:
         return accumulation_dtype(next(self.model.parameters()).dtype)
 
-    def sum_of(self, micro_batches: Iterable[tuple[Mapping[str, Any], int]]) -> ClippedSum:
+    def bound(self, lookahead: Lookahead | None = None) -> float:
+        """C less the margin, which grows with the rounding of a pair of gradients."""
+        amplification = 1.0 if lookahead is None else lookahead.amplification
+        return self.clip_norm * (1 - min(0.5, self.margin * amplification))
+
+    def sum_of(
+        self,
+        micro_batches: Iterable[tuple[Mapping[str, Any], int]],
+        lookahead: Lookahead | None = None,
+    ) -> ClippedSum:
         """The clipped sum over one logical batch.
 
         Args:
             micro_batches: Model inputs and number of examples of each; may be empty.
+            lookahead: DiSK's second point; None for gradients at the present weights.
         """
-        bound = self.clip_norm * (1 - self.margin)
+        evaluate = capture if lookahead is None else lookahead.capture
+        bound = self.bound(lookahead)
         totals: dict[str, Tensor] = {}
         unsafe = UnsafeStatistics()
         for inputs, size in micro_batches:
             if size > 0:
-                unsafe += self._accumulate(totals, inputs, size, bound)
+                captured = evaluate(self.model, self.table, self.per_example_loss, inputs, size)
+                unsafe += self._accumulate(totals, captured, bound)
         return ClippedSum(self._preconditioned(totals), self.clip_norm, unsafe)
 
     def _accumulate(
-        self, totals: dict[str, Tensor], inputs: Mapping[str, Any], size: int, bound: float
+        self, totals: dict[str, Tensor], captured: Captured, bound: float
     ) -> UnsafeStatistics:
         """Add one micro-batch's weighted gradients, not yet preconditioned, by block name."""
-        captured = capture(self.model, self.table, self.per_example_loss, inputs, size)
         gradients = self._gradients(captured)
         weights, broken = self._clip_weights(captured, gradients, bound)
         for block, gradient in gradients:
             clean = gradient.without(broken) if broken.any() else gradient
             part = clean.weighted_sum(weights)
             totals[block.name] = totals[block.name].add_(part) if block.name in totals else part
+        size = captured.batch_size
         return UnsafeStatistics(size, int((weights < 1).sum()), float(captured.losses.sum()))
 
     def _gradients(self, captured: Captured) -> list[tuple[Block, PerSampleGradient]]:
         pairs = ((block, captured.gradient(block)) for block in self.table)
-        return [(block, gradient) for block, gradient in pairs if gradient is not None]
+        return [(block, compacted(gradient)) for block, gradient in pairs if gradient is not None]
 
     def _clip_weights(
         self,

@@ -8,9 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hf_dpkfc.curvature.preconditioner import Preconditioner
 from hf_dpkfc.errors import NeighbourError, UnsupportedLayerError
 from hf_dpkfc.layers.routes import inspect_model
 from hf_dpkfc.losses import TaskLoss, task_of
+from hf_dpkfc.mechanism import independence
+from hf_dpkfc.mechanism.clipping import Clipper
 from hf_dpkfc.mechanism.independence import check_independence
 
 
@@ -36,6 +39,61 @@ def test_a_batch_normalised_lm_loss_is_caught():
 
     with pytest.raises(NeighbourError, match="among others"):
         check(model, inputs, batch_normalised)
+
+
+def padded(inputs, extra, side):
+    """The same examples with more padding, as longer neighbours would give them."""
+    fill = {"attention_mask": 0, "labels": -100, "input_ids": 1}
+    pad = (extra, 0) if side == "left" else (0, extra)
+    return {
+        name: F.pad(value, pad, value=fill[name]) if value.dim() == 2 else value
+        for name, value in inputs.items()
+    }
+
+
+def right_to_left(inputs):
+    """Padding moved from the right to the left."""
+    shifts = (inputs["attention_mask"] == 0).sum(1).tolist()
+    return {
+        name: torch.stack([row.roll(n) for row, n in zip(value, shifts, strict=True)])
+        if value.dim() == 2
+        else value
+        for name, value in inputs.items()
+    }
+
+
+# Encoders count positions from the left edge, so left padding would shift them: the check before
+# training refuses that. Causal models get their positions from the mask.
+PADDED = [(name, "right") for name in ("bert", "bert-mlm", "distilbert", "gpt2", "llama")]
+PADDED += [("gpt2", "left"), ("llama", "left")]
+
+
+@pytest.mark.parametrize(("name", "side"), PADDED)
+def test_a_clipped_contribution_does_not_move_with_the_neighbours(name, side, figure):
+    """Alone, or with one to three others of any lengths and labels, more or less padded."""
+    model = models.build(name)
+    loss = TaskLoss(task_of(model))
+    clipper = Clipper(model, inspect_model(model), Preconditioner.identity(), loss, 0.1)
+    worst = 0.0
+    for seed in range(4):
+        batch = models.inputs_for(name, batch=4, seed=seed)
+        batch = right_to_left(batch) if side == "left" else batch
+        own = {k: v[:1] for k, v in batch.items()}
+        alone = flat(clipper.sum_of([(own, 1)]))
+        for size, extra in ((2, 0), (3, 2), (4, 7)):
+            many = padded({k: v[:size] for k, v in batch.items()}, extra, side)
+            others = {k: v[1:] for k, v in many.items()}
+            with_it, without = (
+                clipper.sum_of([(inputs, n)]) for inputs, n in ((many, size), (others, size - 1))
+            )
+            moved = flat(with_it) - flat(without)
+            worst = max(worst, float((moved - alone).norm() / alone.norm()))
+    figure(f"{name}, {side}: {worst:.0e}")
+    assert worst < 1e-6
+
+
+def flat(total):
+    return torch.cat([total.values[name].flatten() for name in sorted(total.values)])
 
 
 class Peeks(nn.Module):
@@ -83,3 +141,28 @@ def test_a_buffer_that_changes_only_in_training_is_caught():
 def test_a_buffer_that_changes_is_caught():
     with pytest.raises(NeighbourError, match="buffer seen"):
         check(Counts().double(), {"x": torch.ones(2, 3).double()}, lambda m, i: m(i["x"]).sum(1))
+
+
+def saturated(name, scale=40.0):
+    """Weights at which float32's rounding alone looks like a dependence."""
+    model = models.build(name)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(scale)
+    return model.float()
+
+
+def test_rounding_at_saturated_weights_is_not_taken_for_a_dependence():
+    model, inputs = saturated("bert"), models.inputs_for("bert")
+    loss, table = TaskLoss(task_of(model)), inspect_model(model)
+    tolerances = independence._tolerances(torch.float32)
+    with pytest.raises(NeighbourError):
+        independence._check(model, table, loss, inputs, models.singles(inputs), tolerances)
+    check(model, inputs, loss)
+
+
+def test_a_dependence_in_float32_is_one_in_float64_too():
+    model, inputs = models.build("bert").float(), models.inputs_for("bert")
+    own = TaskLoss(task_of(model))
+    with pytest.raises(NeighbourError):
+        check(model, inputs, lambda m, i: own(m, i) / len(i["labels"]))

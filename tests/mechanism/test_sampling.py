@@ -35,6 +35,14 @@ def test_every_record_enters_with_the_public_rate(membership):
 
 
 @pytest.mark.statistical
+def test_the_mean_batch_size_is_the_expected_one(membership, figure):
+    # All 10^6 draws together see a rate that is off by 2 %; six standard deviations: 2e-9.
+    off = abs(membership.mean() - Q)
+    figure(f"rate off by {off / Q:.2%} over {membership.size:,} draws")
+    assert off < 6 * math.sqrt(Q * (1 - Q) / membership.size)
+
+
+@pytest.mark.statistical
 def test_records_enter_independently_of_each_other(membership):
     # 19,900 pairs at 7 standard deviations: false-alarm probability 5e-8.
     centred = membership - Q
