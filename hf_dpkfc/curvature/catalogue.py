@@ -17,10 +17,14 @@ from hf_dpkfc.curvature.probes import (
     WhiteNoiseProbe,
     ZipfTokenProbe,
 )
+from hf_dpkfc.curvature.sampled import SampledTokenProbe
+from hf_dpkfc.curvature.structured import StructuredTokenProbe
 from hf_dpkfc.errors import ConfigurationError, ProbeError, UnsupportedTaskError
 from hf_dpkfc.losses import unwrapped
 
-TOKEN_PROBES = ("zipf", "uniform")
+# These read the checkpoint's weights to choose their tokens: the card says so.
+CHECKPOINT_PROBES = ("structured", "sampled")
+TOKEN_PROBES = ("zipf", "uniform", *CHECKPOINT_PROBES)
 IMAGE_PROBES = ("pink", "white")
 DATA_PROBES = ("public", "oracle")
 PROBES = ("auto", *TOKEN_PROBES, *IMAGE_PROBES, *DATA_PROBES)
@@ -31,7 +35,8 @@ class ProbeOptions:
     """What a probe looks like. Utility only, except "oracle", which voids the guarantee.
 
     Attributes:
-        name: One of :data:`PROBES`; "auto" is Zipf for text and pink noise for images.
+        name: One of :data:`PROBES`; "auto" is Zipf for text and pink noise for images. "structured"
+            and "sampled" read the model's weights, see :data:`CHECKPOINT_PROBES`.
         min_length: Shortest token sequence; None for the shortest possible.
         max_length: Longest token sequence; None for the model's and tokenizer's limit.
         pink_alpha: Amplitude falls as frequency^-pink_alpha.
@@ -86,11 +91,19 @@ def build_probe(
         }
         if name == "uniform":
             return UniformTokenProbe.for_model(model, tokenizer, **lengths)
-        return ZipfTokenProbe.for_model(model, tokenizer, exponent=options.zipf_exponent, **lengths)
+        kind = _ZIPF_PROBES[name]
+        return kind.for_model(model, tokenizer, exponent=options.zipf_exponent, **lengths)
     image_processor = getattr(processor, "image_processor", processor)
     if name == "white":
         return WhiteNoiseProbe.for_model(model, image_processor, alpha=0.0)
     return PinkNoiseProbe.for_model(model, image_processor, alpha=options.pink_alpha)
+
+
+_ZIPF_PROBES: dict[str, type[ZipfTokenProbe]] = {
+    "zipf": ZipfTokenProbe,
+    "structured": StructuredTokenProbe,
+    "sampled": SampledTokenProbe,
+}
 
 
 def _automatic(model: nn.Module, processor: Any) -> str:

@@ -24,7 +24,7 @@ from hf_dpkfc.curvature.probes import Probe
 from hf_dpkfc.curvature.roots import Root
 from hf_dpkfc.errors import ConfigurationError, ProbeError
 from hf_dpkfc.layers.capture import Captured, PerExampleLoss, capture
-from hf_dpkfc.layers.gradients import OuterGradient
+from hf_dpkfc.layers.gradients import OuterGradient, PerSampleGradient
 from hf_dpkfc.layers.layout import accumulation_dtype
 from hf_dpkfc.layers.routes import Block, Form, RouteTable, inspect_model
 from hf_dpkfc.losses import TaskLoss, task_of
@@ -130,6 +130,53 @@ def fit_preconditioner(
     return fitted.to(passes.device, passes.dtype)
 
 
+@dataclass(frozen=True)
+class Factors:
+    """Kronecker factors of a model at one set of weights.
+
+    Attributes:
+        pairs: A and G by block name, for every block that K-FAC covers and the loss reaches.
+        noise_floor: The signal at or below which a factor holds only rounding error.
+        is_data_free: Whether they came from probes that hold no record.
+    """
+
+    pairs: Mapping[str, FactorPair]
+    noise_floor: float
+    is_data_free: bool = True
+
+    def why_without(self, name: str) -> str | None:
+        """Why a block's factors can't be used; None if they can.
+
+        Raises:
+            ProbeError: If they aren't finite.
+        """
+        pair = self.pairs[name]
+        if not math.isfinite(pair.A.trace() + pair.G.trace()):
+            raise _not_finite(name)
+        signal = min(pair.A.signal(), pair.G.signal())
+        if signal > self.noise_floor:
+            return None
+        return _AWAITS if signal == 0 else _CANCELS
+
+
+def estimate_factors(
+    model: nn.Module,
+    probe: Probe,
+    options: CurvatureOptions | None = None,
+    *,
+    seed: int = 0,
+    per_example_loss: PerExampleLoss | None = None,
+    table: RouteTable | None = None,
+) -> Factors:
+    """The factors that :func:`fit_preconditioner` would invert, with the same arguments."""
+    table = (table or inspect_model(model)).require_covered()
+    loss = per_example_loss or TaskLoss(task_of(model))
+    with probing(model):
+        return _estimate_factors(
+            _Passes(model, table, probe, options or CurvatureOptions(), seed, loss)
+        )
+
+
 @contextmanager
 def probing(model: nn.Module) -> Iterator[None]:
     """Eval mode with global random state protected; every module's mode is put back."""
@@ -141,6 +188,15 @@ def probing(model: nn.Module) -> Iterator[None]:
         finally:
             for module, mode in modes:
                 module.training = mode
+
+
+def inputs_like(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A batch on the model's device, floats in its dtype."""
+    like = next(model.parameters())
+    return {
+        name: value.to(like.device, like.dtype if value.is_floating_point() else value.dtype)
+        for name, value in batch.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -176,16 +232,12 @@ class _Passes:
         self, num_batches: int, generator: torch.Generator
     ) -> Iterator[tuple[Captured, Tensor | None]]:
         for batch in self.probe.batches(num_batches, self.options.batch_size, generator):
-            inputs = {name: self._moved(value) for name, value in batch.items()}
+            inputs = inputs_like(self.model, batch)
             if self.options.labels == "model":
                 inputs |= self._model_labels(inputs, generator)
             size = len(next(iter(inputs.values())))
             captured = capture(self.model, self.table, self.per_example_loss, inputs, size)
             yield captured, inputs.get("attention_mask")
-
-    def _moved(self, value: Tensor) -> Tensor:
-        dtype = next(self.model.parameters()).dtype
-        return value.to(self.device, dtype if value.is_floating_point() else value.dtype)
 
     def _model_labels(
         self, inputs: Mapping[str, Tensor], generator: torch.Generator
@@ -196,21 +248,19 @@ class _Passes:
         with torch.no_grad():
             outputs = self.model(**{k: v for k, v in inputs.items() if k not in targets})
         drawn = self.probe.labels.draw_from_model(outputs, inputs, generator)
-        return {name: self._moved(value) for name, value in drawn.items()}
+        return inputs_like(self.model, drawn)
 
 
 def _fit_kronecker(passes: _Passes) -> tuple[dict[str, LinearMap], list[str]]:
-    pairs, noise_floor = _estimate_factors(passes)
-    _require_rank_below_widest(pairs, passes.options)
+    factors = _estimate_factors(passes)
+    _require_rank_below_widest(factors.pairs, passes.options)
     notes: list[str] = []
     roots: dict[int, Root] = {}
     maps: dict[str, LinearMap] = {}
-    for name, pair in pairs.items():
-        if not math.isfinite(pair.A.trace() + pair.G.trace()):
-            raise _not_finite(name)
-        signal = min(pair.A.signal(), pair.G.signal())
-        if signal <= noise_floor:
-            notes.append(f"{name}: identity, {_AWAITS if signal == 0 else _CANCELS}")
+    for name, pair in factors.pairs.items():
+        reason = factors.why_without(name)
+        if reason is not None:
+            notes.append(f"{name}: identity, {reason}")
             maps[name] = ScalarMap()
             continue
         for factor in (pair.A, pair.G):
@@ -220,8 +270,7 @@ def _fit_kronecker(passes: _Passes) -> tuple[dict[str, LinearMap], list[str]]:
     return maps, notes
 
 
-def _estimate_factors(passes: _Passes) -> tuple[dict[str, FactorPair], float]:
-    """Factors by block, and the signal below which one holds only rounding error."""
+def _estimate_factors(passes: _Passes) -> Factors:
     pairs: dict[str, FactorPair] = {}
     eps = 0.0
     for captured, mask in passes.for_factors():
@@ -235,7 +284,7 @@ def _estimate_factors(passes: _Passes) -> tuple[dict[str, FactorPair], float]:
             if block.name not in pairs:
                 pairs[block.name] = _new_pair(gradient, inputs, passes.options)
             pairs[block.name].add(gradient, mask)
-    return pairs, min(2.0**-5, 2.0**10 * eps)
+    return Factors(pairs, min(2.0**-5, 2.0**10 * eps), passes.probe.is_data_free)
 
 
 def _new_pair(
@@ -313,9 +362,8 @@ def _fit_diagonal(passes: _Passes) -> tuple[dict[str, LinearMap], list[str]]:
             gradient = captured.gradient(block)
             if gradient is None:
                 continue
-            for _, chunk in gradient.dense_chunks():
-                squares = chunk.double().square().sum(0)
-                moments[block.name] = moments.get(block.name, torch.zeros_like(squares)) + squares
+            squares = _sum_of_squares(gradient)
+            moments[block.name] = moments.get(block.name, torch.zeros_like(squares)) + squares
     notes = []
     maps: dict[str, LinearMap] = {}
     for name, moment in moments.items():
@@ -328,6 +376,14 @@ def _fit_diagonal(passes: _Passes) -> tuple[dict[str, LinearMap], list[str]]:
         else:
             maps[name] = ElementwiseMap((moment / mean + passes.options.damping).rsqrt())
     return maps, notes
+
+
+def _sum_of_squares(gradient: PerSampleGradient) -> Tensor:
+    """Σ_i g_i∘g_i; the square of a single outer product is the outer product of squares."""
+    if isinstance(gradient, OuterGradient) and gradient.delta.shape[1] == gradient.groups == 1:
+        delta, a = gradient.delta.squeeze(1), gradient.augmented_a().squeeze(1)
+        return delta.double().square().mT @ a.double().square()
+    return torch.stack([c.double().square().sum(0) for _, c in gradient.dense_chunks()]).sum(0)
 
 
 def _is_vocabulary(block: Block) -> bool:

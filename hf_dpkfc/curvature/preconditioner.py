@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hf_dpkfc.curvature.roots import DenseRoot, LowRankRoot, Root
 from hf_dpkfc.errors import ConfigurationError
-from hf_dpkfc.layers.gradients import OuterGradient, PerSampleGradient
+from hf_dpkfc.layers.gradients import OuterGradient, PerSampleGradient, largest_sq_norm
 
 # Gram matrices of inputs that several layers read (query, key and value read one tensor), each
 # with its input: while that is held, its address can't be another tensor's.
@@ -87,9 +87,17 @@ class ElementwiseMap:
     diagonal: Tensor
 
     def sq_norms(self, gradient: PerSampleGradient, grams: GramCache) -> Tensor:
-        """Explicitly, a bounded number of examples at a time: D doesn't factor."""
+        """Explicitly, a bounded number of examples at a time: D doesn't factor.
+
+        A single outer product needs no matrix: ‖D∘δaᵀ‖² = (δ∘δ)ᵀ (D∘D) (a∘a).
+        """
+        if isinstance(gradient, OuterGradient) and gradient.delta.shape[1] == gradient.groups == 1:
+            sq_delta, sq_a = gradient.delta[:, 0].square(), gradient.augmented_a()[:, 0].square()
+            sq_norms = (sq_delta @ self.diagonal.square()).mul_(sq_a).sum(1)
+            largest = torch.maximum(sq_delta.sum(1), sq_a.sum(1))
+            return sq_norms.masked_fill(~(largest <= largest_sq_norm(sq_a.dtype)), torch.inf)
         norms = [(g * self.diagonal).flatten(1).square().sum(1) for _, g in gradient.dense_chunks()]
-        return torch.cat(norms) if norms else self.diagonal.new_zeros(0)
+        return torch.cat(norms)
 
     def apply(self, total: Tensor) -> Tensor:
         """D ∘ total."""
@@ -117,16 +125,17 @@ class KroneckerMap:
     scale: float = 1.0
 
     def sq_norms(self, gradient: PerSampleGradient, grams: GramCache) -> Tensor:
-        """From â = U_A a and δ̂ = U_G δ, without forming a gradient."""
-        assert isinstance(gradient, OuterGradient)
+        """From â = U_A a and δ̂ = U_G δ, or from small matrices where sequences are long."""
+        if not isinstance(gradient, OuterGradient) or not gradient.prefers_gram:
+            # Fewer rows and columns than positions: move the matrices, not the vectors.
+            matrices = (self.apply(g) for _, g in gradient.dense_chunks())
+            return torch.cat([m.square().sum((1, 2)) for m in matrices])
         moved = replace(gradient, delta=self.root_G.apply(gradient.delta))
-        if moved.prefers_gram:
-            return moved.sq_norms(_input_gram(gradient, self.root_A, grams)) * self.scale**2
-        return _with_inputs_moved(moved, self.root_A).sq_norms() * self.scale**2
+        return moved.sq_norms(_input_gram(gradient, self.root_A, grams)) * self.scale**2
 
     def apply(self, total: Tensor) -> Tensor:
-        """U_G M U_A for M of shape [d_out·groups, d_in]."""
-        grouped = total.reshape(-1, self.root_G.dim, total.shape[1])
+        """U_G M U_A for M of shape [..., d_out·groups, d_in]."""
+        grouped = total.reshape(-1, self.root_G.dim, total.shape[-1])
         moved = self.root_G.apply(self.root_A.apply(grouped).mT).mT
         return moved.reshape(total.shape) * self.scale
 

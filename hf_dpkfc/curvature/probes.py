@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,8 @@ from hf_dpkfc.errors import ConfigurationError, ProbeError
 from hf_dpkfc.losses import unwrapped
 
 Batch = dict[str, Tensor]
+# (sizes, generator) -> tokens for sequences of these sizes, special tokens not counted.
+PayloadDrawer = Callable[[list[int], torch.Generator], list[list[int]]]
 
 # The paper's sequence length (appendix "Experimental Details"): what a probe is at most by default.
 DEFAULT_MAX_LENGTH = 128
@@ -123,6 +125,37 @@ def _find(ids: list[int], part: list[int], start: int) -> int:
     )
 
 
+def draw_categories(weights: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Indices drawn with these relative weights, float64.
+
+    Inverse transform: multinomial has a limit of 2^24 categories and is slower.
+    """
+    cumulative = weights.cumsum(0)
+    uniform = torch.rand(count, generator=generator, dtype=torch.float64) * cumulative[-1]
+    return torch.searchsorted(cumulative, uniform, right=True).clamp(max=len(weights) - 1)
+
+
+def payload_ids_of(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
+    """Tokens that this model can embed and that may stand in a probe, commonest first."""
+    vocab_size = getattr(unwrapped(model).config, "vocab_size", None)
+    return tuple(ranked_payload_ids(tokenizer, vocab_size))
+
+
+def length_limits(
+    model: nn.Module,
+    tokenizer: Any,
+    template: SequenceTemplate,
+    min_length: int | None,
+    max_length: int | None,
+) -> tuple[int, int]:
+    """The given lengths, or the limits of tokenizer, model and :data:`DEFAULT_MAX_LENGTH`."""
+    shortest = template.num_fixed + template.num_payloads
+    limits = [DEFAULT_MAX_LENGTH, tokenizer.model_max_length]
+    limits += [n for n in [getattr(unwrapped(model).config, "max_position_embeddings", None)] if n]
+    longest = int(min(limits)) if max_length is None else max_length
+    return min(shortest + 1, longest) if min_length is None else min_length, longest
+
+
 @dataclass(frozen=True)
 class ZipfTokenProbe:
     """Sequences of tokens drawn by Zipf's law (Alg. 4, with the frequency weights of section 4.2).
@@ -164,18 +197,20 @@ class ZipfTokenProbe:
         max_length: int | None = None,
         pair: bool = False,
         exponent: float = 1.0,
-    ) -> ZipfTokenProbe:
+    ) -> Self:
         """A probe for this model and tokenizer; lengths come from their limits, never from data."""
-        config = unwrapped(model).config
-        payload_ids = ranked_payload_ids(tokenizer, getattr(config, "vocab_size", None))
         template = SequenceTemplate.of(tokenizer, pair=pair)
-        shortest = template.num_fixed + template.num_payloads
-        limits = [DEFAULT_MAX_LENGTH, tokenizer.model_max_length]
-        limits += [n for n in [getattr(config, "max_position_embeddings", None)] if n]
-        max_length = int(min(limits)) if max_length is None else max_length
-        min_length = min(shortest + 1, max_length) if min_length is None else min_length
-        labels = LabelSpace.of(model)
-        return cls(template, tuple(payload_ids), labels, min_length, max_length, exponent)
+        lengths = length_limits(model, tokenizer, template, min_length, max_length)
+        payload_ids = payload_ids_of(model, tokenizer)
+        own = cls._own_fields(model, tokenizer, payload_ids)
+        return cls(template, payload_ids, LabelSpace.of(model), *lengths, exponent, **own)
+
+    @classmethod
+    def _own_fields(
+        cls, model: nn.Module, tokenizer: Any, payload_ids: tuple[int, ...]
+    ) -> dict[str, Any]:
+        """What a subclass has besides these fields."""
+        return {}
 
     def batches(
         self, num_batches: int, batch_size: int, generator: torch.Generator
@@ -185,30 +220,38 @@ class ZipfTokenProbe:
         lengths = torch.randint(self.min_length, self.max_length + 1, (total,), generator=generator)
         if self.template.pad_id is None:
             lengths = lengths[::batch_size].repeat_interleave(batch_size)
+        draw = self._drawer()
         for chunk in lengths.sort().values.split(batch_size):
-            yield self._batch(chunk.tolist(), generator)
+            sizes = (chunk - self.template.num_fixed).tolist()
+            yield self._batch(draw(sizes, generator), generator)
 
-    def _batch(self, lengths: list[int], generator: torch.Generator) -> Batch:
-        sizes = [length - self.template.num_fixed for length in lengths]
-        tokens = self._draw_tokens(sum(sizes), generator).split(sizes)
-        rows = [self.template.fill(part.tolist()) for part in tokens]
+    def _batch(self, payloads: list[list[int]], generator: torch.Generator) -> Batch:
+        inputs, payload = self._filled(payloads)
+        return inputs | self.labels.draw_for_tokens(
+            inputs["input_ids"], payload, self.template.mask_id, generator
+        )
+
+    def _filled(self, payloads: list[list[int]]) -> tuple[Batch, Tensor]:
+        """Model inputs around the payloads, and where the payloads stand."""
+        rows = [self.template.fill(part) for part in payloads]
+        lengths = [len(row[0]) for row in rows]
         width, pad = max(lengths), self.template.pad_id or 0
-        ids = self._pad([row[0] for row in rows], width, pad)
-        payload = self._pad([row[2] for row in rows], width, False)
-        inputs: Batch = {"input_ids": ids}
+        inputs: Batch = {"input_ids": self._pad([row[0] for row in rows], width, pad)}
         if "attention_mask" in self.template.names:
             inputs["attention_mask"] = self._pad([[1] * n for n in lengths], width, 0)
         if "token_type_ids" in self.template.names:
             inputs["token_type_ids"] = self._pad([row[1] for row in rows], width, 0)
-        return inputs | self.labels.draw_for_tokens(ids, payload, self.template.mask_id, generator)
+        return inputs, self._pad([row[2] for row in rows], width, False)
+
+    def _drawer(self) -> PayloadDrawer:
+        """What draws payloads, prepared once for all batches of a call."""
+        return lambda sizes, generator: [
+            part.tolist() for part in self._draw_tokens(sum(sizes), generator).split(sizes)
+        ]
 
     def _draw_tokens(self, count: int, generator: torch.Generator) -> Tensor:
         ranks = torch.arange(1, len(self.payload_ids) + 1, dtype=torch.float64)
-        # Inverse transform on the cumulative weights: multinomial has a limit of 2^24 categories
-        # and this is faster.
-        cumulative = ranks.pow(-self.exponent).cumsum(0)
-        uniform = torch.rand(count, generator=generator, dtype=torch.float64) * cumulative[-1]
-        at = torch.searchsorted(cumulative, uniform, right=True).clamp(max=len(ranks) - 1)
+        at = draw_categories(ranks.pow(-self.exponent), count, generator)
         return torch.tensor(self.payload_ids)[at]
 
     def _pad(self, rows: list[list[Any]], width: int, value: Any) -> Tensor:
@@ -229,7 +272,7 @@ class UniformTokenProbe(ZipfTokenProbe):
     @classmethod
     def for_model(cls, model: nn.Module, tokenizer: Any, **options: Any) -> UniformTokenProbe:
         """As for Zipf, with exponent 0."""
-        return super().for_model(model, tokenizer, **{**options, "exponent": 0.0})  # type: ignore[return-value]
+        return super().for_model(model, tokenizer, **{**options, "exponent": 0.0})
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
 from typing import Any
 
 from hf_dpkfc.errors import ProbeError
@@ -16,6 +17,14 @@ from hf_dpkfc.errors import ProbeError
 _PLACEHOLDER = re.compile(r"unused|reserved|extra_id|madeupword", re.IGNORECASE)
 _BYTE = re.compile(r"^<0x[0-9A-Fa-f]{2}>$")
 _WORD_START = "▁Ġ"
+
+
+class Kind(IntEnum):
+    """What a token is in a written line."""
+
+    WORD = 0  # stands by itself, or begins a word
+    CONTINUATION = 1  # goes on with the word before it
+    MARK = 2  # holds no letter or digit
 
 
 def ranked_payload_ids(tokenizer: Any, vocab_size: int | None = None) -> list[int]:
@@ -53,16 +62,51 @@ def ranked_payload_ids(tokenizer: Any, vocab_size: int | None = None) -> list[in
     return [payload[token] for token in sorted(payload, key=lambda t: key(t, payload[t]))]
 
 
+def count_reliably_ranked(tokenizer: Any, ranked_ids: Sequence[int]) -> int:
+    """How many tokens at the head of :func:`ranked_payload_ids` the tokenizer itself ranks.
+
+    The others (WordPiece's continuations and single characters, BPE's single bytes) follow in an
+    order that says nothing about their frequency.
+    """
+    key = _rank_key(tokenizer)
+    tokens = tokenizer.convert_ids_to_tokens(list(ranked_ids))
+    return sum(not key(token, i)[0] for token, i in zip(tokens, ranked_ids, strict=True))
+
+
+def token_kinds(tokenizer: Any, ids: Sequence[int]) -> list[Kind]:
+    """The kind of each token, by how the tokenizer marks beginnings or continuations of words."""
+    tokens = tokenizer.convert_ids_to_tokens(list(ids))
+    prefix = _backend_model(tokenizer).get("continuing_subword_prefix")
+    marks_starts = not prefix and any(
+        token.startswith(tuple(_WORD_START)) and len(token) > 1 for token in tokens
+    )
+
+    def kind(token: str) -> Kind:
+        if not any(map(str.isalnum, token)):
+            return Kind.MARK
+        is_start = token.startswith(tuple(_WORD_START))
+        continues = token.startswith(prefix) if prefix else marks_starts and not is_start
+        return Kind.CONTINUATION if continues else Kind.WORD
+
+    kinds = [kind(token) for token in tokens]
+    # Where nothing begins a word (bytes, a lone alphabet), everything stands by itself.
+    return kinds if Kind.WORD in kinds else [Kind.WORD] * len(kinds)
+
+
 def _rank_key(tokenizer: Any) -> Any:
-    """(token, id) -> sort key; smaller is commoner."""
+    """(token, id) -> sort key: first whether the rank is unknown, then smaller is commoner."""
     model = _backend_model(tokenizer)
     match model.get("type"):
         case "Unigram":
             log_probability = dict(model["vocab"])
-            return lambda token, index: (-log_probability.get(token, -1e9), index)
+            return lambda token, index: (
+                token not in log_probability,
+                -log_probability.get(token, 0.0),
+                index,
+            )
         case "BPE":
             merges = {_merged(m): rank for rank, m in reversed(list(enumerate(model["merges"])))}
-            return lambda token, index: (merges.get(token, len(merges)), index)
+            return lambda token, index: (token not in merges, merges.get(token, 0), index)
         case "WordPiece":
             prefix = model.get("continuing_subword_prefix", "##")
             return lambda token, index: (_piece_class(token, prefix), index)

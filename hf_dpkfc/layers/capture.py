@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
 from opacus.grad_sample import GradSampleModule
@@ -42,17 +42,34 @@ class Call:
     a: Tensor
     delta: Tensor
 
+    def scaled(self, factor: float) -> Call:
+        """The call of a loss multiplied by a number."""
+        return Call(self.a, self.delta.to(accumulation_dtype(self.delta.dtype)) * factor)
+
+
+_Part = TypeVar("_Part", Tensor, list[Call])
+
 
 @dataclass(frozen=True)
 class Captured:
     """A pass over one micro-batch: the losses, and a gradient for each block that was reached.
 
     ``losses`` is a private quantity: nothing but clipping may look at it.
+
+    Passes over the same examples form linear combinations (``scaled``, ``+``), whose per-sample
+    gradients are those of the combined loss; see :meth:`resolved` where weights differ.
+
+    Attributes:
+        losses: Of each example.
+        calls: By module, or by block for bare parameters.
+        model: Whose modules were called.
+        explicit: Gradients [batch, numel] that are formed already, by block.
     """
 
     losses: Tensor
     calls: Mapping[str, list[Call]]
     model: nn.Module
+    explicit: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def batch_size(self) -> int:
@@ -67,6 +84,8 @@ class Captured:
 
     def gradient(self, block: Block) -> PerSampleGradient | None:
         """The block's per-sample gradients; None if the loss doesn't depend on the block."""
+        if block.name in self.explicit:
+            return DenseGradient(self.explicit[block.name])
         parts = [
             (use, self.model.get_submodule(use.module), call)
             for use in block.uses
@@ -75,6 +94,38 @@ class Captured:
         if not parts:
             return None
         return _FORMS[block.form](block, parts, self.batch_size)
+
+    def resolved(self, table: RouteTable) -> Captured:
+        """The same pass with small gradients formed now, while the weights are still its own.
+
+        Their rules may read the module's parameters; all others need (a, δ) only.
+        """
+        dense = ((b.name, self.gradient(b)) for b in table if b.form is Form.DENSE)
+        explicit = {n: g.per_sample for n, g in dense if isinstance(g, DenseGradient)}
+        return replace(self, explicit=explicit)
+
+    def scaled(self, factor: float) -> Captured:
+        """The pass of the loss multiplied by a number."""
+        return replace(
+            self,
+            losses=self.losses * factor,
+            calls={key: [c.scaled(factor) for c in calls] for key, calls in self.calls.items()},
+            explicit={name: value * factor for name, value in self.explicit.items()},
+        )
+
+    def __add__(self, other: Captured) -> Captured:
+        """The pass of the sum of two losses: calls of one module are further positions."""
+        return replace(
+            self,
+            losses=self.losses + other.losses,
+            calls=_united(self.calls, other.calls),
+            explicit=_united(self.explicit, other.explicit),
+        )
+
+
+def _united(one: Mapping[str, _Part], two: Mapping[str, _Part]) -> dict[str, _Part]:
+    """Both mappings; where a name is in both, the sum."""
+    return {**one, **{n: one[n] + part if n in one else part for n, part in two.items()}}
 
 
 def capture(

@@ -19,6 +19,10 @@ from torch import Tensor
 # (2^24 floats are 64 MiB).
 MAX_DENSE_ELEMENTS = 2**24
 
+# Largest number of elements of one block's explicit gradients that are kept between norm and sum
+# (16 MiB of floats; every block of a model has its own).
+MAX_KEPT_ELEMENTS = 2**22
+
 
 def cancellation_floor(dtype: torch.dtype) -> float:
     """Smallest share of Σ_t ‖a_t‖²‖δ_t‖² that a squared norm is taken to be.
@@ -29,6 +33,15 @@ def cancellation_floor(dtype: torch.dtype) -> float:
     over-estimated: such an example is clipped more, the safe side.
     """
     return 2.0**15 * torch.finfo(dtype).eps
+
+
+def largest_sq_norm(dtype: torch.dtype) -> float:
+    """Largest ‖a_t‖² or ‖δ_t‖² whose product with the other one's can be trusted.
+
+    A side beyond it counts as overflow: the other may have underflowed to zero in its own squares
+    and hide a gradient of any size. Below it, what underflow hides is smaller than 1e-12 (float32).
+    """
+    return torch.finfo(dtype).max ** 0.5
 
 
 class PerSampleGradient(Protocol):
@@ -56,9 +69,13 @@ def _zero_rows(x: Tensor, examples: Tensor) -> Tensor:
     return x.masked_fill(examples.view(-1, *[1] * (x.dim() - 1)), 0)
 
 
+def _diagonal(matrices: Tensor) -> Tensor:
+    return matrices.diagonal(dim1=1, dim2=2)
+
+
 def _chunks(num_rows: int, elements_per_row: int) -> Iterator[slice]:
     size = max(1, MAX_DENSE_ELEMENTS // max(1, elements_per_row))
-    for start in range(0, num_rows, size):
+    for start in range(0, max(1, num_rows), size):  # an empty batch is one empty slice
         yield slice(start, min(start + size, num_rows))
 
 
@@ -97,13 +114,8 @@ class OuterGradient:
             input_gram: :meth:`input_gram`, where the caller has it already.
         """
         if self.prefers_gram:
-            per_group = self._gram_sq_norms(input_gram)
-        else:
-            per_group = torch.cat(
-                [g.square().sum((1, 2)) for _, g in self._matrix_chunks()]
-                or [self.delta.new_zeros(0)]
-            )
-        return per_group.view(-1, self.groups).sum(1)
+            return self._gram_sq_norms(input_gram).view(-1, self.groups).sum(1)
+        return torch.cat([g.square().sum((1, 2)) for _, g in self.dense_chunks()])
 
     def input_gram(self) -> Tensor:
         """⟨a_s, a_t⟩ for all pairs of positions, [batch·groups, position, position]."""
@@ -113,9 +125,12 @@ class OuterGradient:
     def _gram_sq_norms(self, input_gram: Tensor | None) -> Tensor:
         # ‖Σ_t δ_t a_tᵀ‖² = Σ_{s,t} (δ_s·δ_t)(a_s·a_t)
         input_gram = self.input_gram() if input_gram is None else input_gram
-        products = torch.bmm(self.delta, self.delta.mT).mul_(input_gram)
-        diagonal = products.diagonal(dim1=1, dim2=2).sum(1)
-        return torch.maximum(products.sum((1, 2)), cancellation_floor(products.dtype) * diagonal)
+        delta_gram = torch.bmm(self.delta, self.delta.mT)
+        largest = torch.maximum(_diagonal(input_gram).amax(1), _diagonal(delta_gram).amax(1))
+        products = delta_gram.mul_(input_gram)
+        floor = cancellation_floor(products.dtype) * _diagonal(products).sum(1)
+        sq_norms = torch.maximum(products.sum((1, 2)), floor)
+        return sq_norms.masked_fill(~(largest <= largest_sq_norm(products.dtype)), torch.inf)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """[d_out·groups, d_in]; the bias is the last column."""
@@ -143,22 +158,16 @@ class OuterGradient:
         """[a, 1] as one tensor, for the data-free stream and for tests."""
         return self.a if self.ones is None else torch.cat([self.a, self.ones], dim=-1)
 
-    def _matrix_chunks(self) -> Iterator[tuple[slice, Tensor]]:
-        for rows in _chunks(len(self.delta), self.d_in * self.delta.shape[-1]):
+    def dense_chunks(self) -> Iterator[tuple[slice, Tensor]]:
+        """[chunk, d_out·groups, d_in], bias last."""
+        d_out = self.delta.shape[-1] * self.groups
+        for examples in _chunks(len(self.delta) // self.groups, d_out * self.d_in):
+            rows = slice(examples.start * self.groups, examples.stop * self.groups)
             delta = self.delta[rows].mT
             matrix = torch.bmm(delta, self.a[rows])
             if self.ones is not None:
                 matrix = torch.cat([matrix, torch.bmm(delta, self.ones[rows])], dim=2)
-            yield rows, matrix
-
-    def dense_chunks(self) -> Iterator[tuple[slice, Tensor]]:
-        """[chunk, d_out·groups, d_in], bias last."""
-        if self.groups > 1:
-            matrices = torch.cat([m for _, m in self._matrix_chunks()])
-            batch = len(matrices) // self.groups
-            yield slice(0, batch), matrices.reshape(batch, -1, self.d_in)
-        else:
-            yield from self._matrix_chunks()
+            yield examples, matrix.reshape(-1, d_out, self.d_in)
 
     def without(self, examples: Tensor) -> OuterGradient:
         """Zero gradients for the marked examples, of all their groups."""
@@ -250,17 +259,17 @@ class TiedGradient:
 
 @dataclass(frozen=True)
 class DenseGradient:
-    """Explicit gradients [batch, numel] of small parameters: norms' scales, biases, cls tokens."""
+    """Explicit gradients [batch, ...]: norms' scales, biases, cls tokens, small matrices."""
 
     per_sample: Tensor
 
     def sq_norms(self) -> Tensor:
         """[batch]."""
-        return self.per_sample.square().sum(1)
+        return self.per_sample.flatten(1).square().sum(1)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        """[numel]."""
-        return weights @ self.per_sample
+        """In the shape of one example's gradient."""
+        return (weights @ self.per_sample.flatten(1)).view(self.per_sample.shape[1:])
 
     def dense_chunks(self) -> Iterator[tuple[slice, Tensor]]:
         """All of them: they exist already."""
@@ -269,3 +278,16 @@ class DenseGradient:
     def without(self, examples: Tensor) -> DenseGradient:
         """Zero gradients for the marked examples."""
         return DenseGradient(_zero_rows(self.per_sample, examples))
+
+
+def compacted(gradient: PerSampleGradient) -> PerSampleGradient:
+    """Small explicit matrices where sequences are long against them, else the gradient itself.
+
+    Convolutions and LoRA's thin layers: norm and sum both need the matrices, which hold fewer
+    numbers than the inputs and output gradients that they are made of.
+    """
+    if not isinstance(gradient, OuterGradient) or gradient.prefers_gram:
+        return gradient
+    if len(gradient.delta) * gradient.delta.shape[-1] * gradient.d_in > MAX_KEPT_ELEMENTS:
+        return gradient
+    return DenseGradient(torch.cat([matrices for _, matrices in gradient.dense_chunks()]))

@@ -26,12 +26,12 @@ def conv_input_patches(module: nn.Conv2d, x: Tensor) -> Tensor:
     """im2col: [batch, channel, height, width] as [batch·groups, patch, channel/groups·kh·kw]."""
     x = x.to(accumulation_dtype(x.dtype))
     mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-    columns = F.unfold(
-        F.pad(x, _conv_padding(module), mode=mode),
-        kernel_size=module.kernel_size,
-        dilation=module.dilation,
-        stride=module.stride,
-    )
+    windows = F.pad(x, _conv_padding(module), mode=mode)
+    for axis, dim in enumerate((2, 3)):
+        reach = module.dilation[axis] * (module.kernel_size[axis] - 1) + 1
+        windows = windows.unfold(dim, reach, module.stride[axis])[..., :: module.dilation[axis]]
+    # [batch, channel, height, width, kh, kw]; one copy of a view, faster than F.unfold.
+    columns = windows.permute(0, 1, 4, 5, 2, 3).flatten(4).flatten(1, 3)
     return _split_groups(columns, module.groups)
 
 

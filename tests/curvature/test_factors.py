@@ -212,16 +212,9 @@ def test_kfac_is_exact_on_deep_linear_nets(approx):
         grads = reference.per_sample_gradients(model, names, loss, models.singles(batch))
         flat = torch.stack([g[names[0]].flatten() for g in grads])
         fisher = flat.mT @ flat / len(flat)
-        with fit.probing(model):
-            passes = fit._Passes(
-                model,
-                inspect_model(model),
-                Fixed(batch),
-                CurvatureOptions(approx=approx, num_batches=1),
-                0,
-                loss,
-            )
-            pair = fit._estimate_factors(passes)[0][name]
+        options = CurvatureOptions(approx=approx, num_batches=1)
+        factors = fit.estimate_factors(model, Fixed(batch), options, per_example_loss=loss)
+        pair = factors.pairs[name]
         kronecker = torch.kron(pair.G.covariance(), pair.A.covariance())
         torch.testing.assert_close(kronecker, fisher)
 
