@@ -1,8 +1,8 @@
-"""ε on the progress bar, and the stop before the budget is overspent."""
+"""ε on the progress bar, the stop before the budget is overspent, and a look at the geometry."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformers import (
@@ -14,8 +14,18 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from hf_dpkfc.config import DPKFCConfig
+from hf_dpkfc.curvature.probes import Probe
+from hf_dpkfc.diagnostics.record import (
+    DIAGNOSTICS_NAME,
+    DiagnosticsLog,
+    Observatory,
+    contrast_of,
+    summary,
+)
+from hf_dpkfc.diagnostics.rundata import evaluation_metrics
 from hf_dpkfc.engine import PrivateRun
-from hf_dpkfc.errors import PublishingError
+from hf_dpkfc.errors import ConfigurationError, PublishingError
 
 logger = logging.get_logger(__name__)
 
@@ -55,7 +65,11 @@ class PublishingCallback(TrainerCallback):
 
 
 class BudgetCallback(TrainerCallback):
-    """Stops training before a step that the ledger would refuse; on all processes alike."""
+    """Stops training before a step that the ledger would refuse; on all processes alike.
+
+    And refuses a step that was taken behind the ledger's back: a subclass that replaces
+    ``training_step`` would otherwise train without noise under a private plan.
+    """
 
     def __init__(self, run: Callable[[], PrivateRun | None]) -> None:
         self.run = run
@@ -63,9 +77,12 @@ class BudgetCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Ask for the next step."""
+        """Look back at this step, and ask for the next one."""
         run = self.run()
-        if run is None or state.global_step >= state.max_steps:
+        if run is None:
+            return
+        run.require_charged(state.global_step - 1)
+        if state.global_step >= state.max_steps:
             return
         if not run.may_release(state.global_step):
             logger.warning(
@@ -76,3 +93,103 @@ class BudgetCallback(TrainerCallback):
                 run.plan.steps,
             )
             control.should_training_stop = True
+
+
+class DiagnosticsCallback(TrainerCallback):
+    """Looks at the geometry on probes during training: spectra, alignment, signal against noise.
+
+    Scalars go to the training logs under ``precond/``, all of it to ``diagnostics.jsonl`` in the
+    run's folder, which ``hf-dpkfc report`` reads. A look costs about four refreshes of the
+    preconditioner. No private record is read and no random state moves, so the weights are the
+    same with and without it.
+
+    Args:
+        every: Steps between two looks; there is one after the first step, too.
+        sources: Other probes to compare the run's with, by name; they must be data-free or
+            public. Without any, the run's probe is compared with its own unstructured form.
+    """
+
+    def __init__(self, every: int, sources: Mapping[str, Probe] | None = None) -> None:
+        if every < 1:
+            raise ConfigurationError(
+                f"diagnostics_steps={every}.",
+                why="it is a number of steps.",
+                way_out="choose 1 or more, or None for no diagnostics.",
+            )
+        self.every = every
+        self.sources = sources
+        self._run: Callable[[], PrivateRun | None] = lambda: None
+        self._log: Callable[[dict[str, float]], None] = lambda logs: None
+        self._file: DiagnosticsLog | None = None
+
+    def watch(
+        self, run: Callable[[], PrivateRun | None], log: Callable[[dict[str, float]], None]
+    ) -> None:
+        """Told by the trainer: where the run is, and where scalars go."""
+        self._run, self._log = run, log
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Open the log; a resumed run keeps the lines up to its checkpoint."""
+        run = self._run()
+        if run is None or run.ledger is None:  # only rank 0 has the ledger
+            return
+        self._file = DiagnosticsLog(run.ledger.path.with_name(DIAGNOSTICS_NAME))
+        why_blind = _why_blind(args, run)
+        self._file.start({"note": why_blind} if why_blind else {}, state.global_step)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Look every so many steps."""
+        run, step = self._run(), state.global_step
+        if run is None or self._file is None or _why_blind(args, run) is not None:
+            return
+        if step == 1 or step % self.every == 0:
+            assert run.preconditioner is not None
+            seed = run.geometry.seed_at(step)
+            entry = self._observatory(run).look(run.preconditioner, step, seed)
+            self._file.append(entry)
+            # HF forgets that a step wants its log once anything is logged: on this rank alone, so
+            # that the others would wait for it forever.
+            wants_log = control.should_log
+            self._log(summary(entry))
+            control.should_log = wants_log
+
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Keep metrics of held-out records."""
+        held_out = evaluation_metrics(metrics or {})
+        if self._file is not None and held_out:
+            entry = {"kind": "evaluation", "step": state.global_step, "metrics": held_out}
+            self._file.append(entry)
+
+    def _observatory(self, run: PrivateRun) -> Observatory:
+        plan, query, probe = run.plan, run.query, run.geometry.probe
+        assert probe is not None
+        return Observatory(
+            model=query.model,
+            probe=probe,
+            options=run.geometry.options,
+            clip_norm=plan.clip_norm,
+            noise_std=plan.noise_multiplier * plan.clip_norm / plan.expected_batch_size,
+            sources=contrast_of(probe) if self.sources is None else self.sources,
+            per_example_loss=query.per_example_loss,
+            table=query.table,
+        )
+
+
+def _why_blind(args: TrainingArguments, run: PrivateRun) -> str | None:
+    """Why there is nothing to look at without private records; None if there is."""
+    if run.geometry.probe is None:
+        return "No diagnostics: no synthetic inputs can be made for this model."
+    if isinstance(args, DPKFCConfig) and args.probe == "oracle":
+        return "No diagnostics: probe='oracle' sees private records, and these are data-free."
+    return None
