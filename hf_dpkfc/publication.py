@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import math
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -13,9 +16,11 @@ from torch import nn
 
 from hf_dpkfc.errors import UnsupportedTaskError
 from hf_dpkfc.losses import Task, task_of, unwrapped
-from hf_dpkfc.publishing.card import CardFacts, render_card
+from hf_dpkfc.publishing.card import CardFacts, is_ours_alone, render_card
 from hf_dpkfc.publishing.statement import PrivacyStatement
-from hf_dpkfc.publishing.upload import push_folder, remote_readme
+from hf_dpkfc.publishing.upload import create_repository, push_folder, remote_readme
+
+logger = logging.getLogger(__name__)
 
 _SPEED_SUFFIXES = ("runtime", "samples_per_second", "steps_per_second")
 _PIPELINE_TAGS = {
@@ -26,24 +31,58 @@ _PIPELINE_TAGS = {
 }
 
 
-def card_facts(
-    model: nn.Module,
-    name: str,
-    dataset: str | Sequence[str] | None,
-    base: str | None,
-    log_history: Sequence[Mapping[str, Any]],
-) -> CardFacts:
-    """What the card says besides privacy, from the model and its evaluation."""
-    origin = str(base or getattr(unwrapped(model).config, "_name_or_path", ""))
-    is_hub_id = bool(origin) and not Path(origin).exists() and origin.count("/") <= 1
-    return CardFacts(
-        model_name=name,
-        base_model=origin if is_hub_id else None,
-        datasets=(dataset,) if isinstance(dataset, str) else tuple(dataset or ()),
-        metrics=_last_evaluation(log_history),
-        task=_pipeline_tag(model),
-        library="transformers" if model is unwrapped(model) else "peft",
-    )
+@dataclass(frozen=True)
+class CardOptions:
+    """What the caller of ``create_model_card`` or ``push_to_hub`` says; HF's names.
+
+    Attributes:
+        model_name: Title of the card.
+        finetuned_from: The base model's Hub id; by default read off the model.
+        dataset: Hub ids of the data.
+        dataset_tags: The same, and preferred: HF's scripts put a title into ``dataset``.
+        tasks: The Hub's pipeline tag; by default read off the head.
+        license: The Hub's license tag.
+        language: The Hub's language code.
+        tags: More tags.
+        dataset_args: Taken for compatibility; a card quotes nothing of the data.
+    """
+
+    model_name: str | None = None
+    finetuned_from: str | None = None
+    dataset: str | Sequence[str] | None = None
+    dataset_tags: str | Sequence[str] | None = None
+    tasks: str | Sequence[str] | None = None
+    license: str | None = None
+    language: str | None = None
+    tags: str | Sequence[str] | None = None
+    dataset_args: str | Sequence[str] | None = None
+
+    def facts(
+        self, model: nn.Module, default_name: str, log_history: Sequence[Mapping[str, Any]]
+    ) -> CardFacts:
+        """What the card says besides privacy: these options, the model and its evaluation."""
+        origin = self.finetuned_from or str(getattr(unwrapped(model).config, "_name_or_path", ""))
+        tasks = _several(self.tasks)
+        return CardFacts(
+            model_name=self.model_name or default_name,
+            base_model=origin if _is_hub_id(origin) else None,
+            datasets=_several(self.dataset_tags) or _several(self.dataset),
+            metrics=_last_evaluation(log_history),
+            task=tasks[0] if tasks else _pipeline_tag(model),
+            library="transformers" if model is unwrapped(model) else "peft",
+            license=self.license,
+            language=self.language,
+            tags=_several(self.tags),
+        )
+
+
+def _several(value: str | Sequence[str] | None) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value or ())
+
+
+def _is_hub_id(origin: str) -> bool:
+    """A path of the author's machine is nobody's business."""
+    return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", origin) is not None and not Path(origin).exists()
 
 
 def _last_evaluation(log_history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -51,8 +90,13 @@ def _last_evaluation(log_history: Sequence[Mapping[str, Any]]) -> dict[str, floa
     return {
         name.removeprefix("eval_"): float(value)
         for name, value in (evaluated[-1] if evaluated else {}).items()
-        if name.startswith("eval_") and not name.endswith(_SPEED_SUFFIXES)
+        if name.startswith("eval_") and not name.endswith(_SPEED_SUFFIXES) and _is_number(value)
     }
+
+
+def _is_number(value: object) -> bool:
+    """The Hub refuses a card with NaN or infinity in it."""
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _pipeline_tag(model: nn.Module) -> str | None:
@@ -87,21 +131,41 @@ class Publication:
         """The card in ``output_dir``."""
         return self.folder / "README.md"
 
-    def write_card(self) -> None:
-        """Write the card; a README written by hand keeps everything but our section."""
-        existing = self.card_path.read_text() if self.card_path.exists() else None
-        self.card_path.write_text(render_card(self.statement, self.facts, existing))
+    def write_card(self, published: str | None = None) -> None:
+        """Write the card; a README written by hand keeps everything but our section.
 
-    def push(self, repo_id: str, *, token: str | None, **options: Any) -> Any:
-        """One commit with everything in it. A README on the Hub is kept if there is none here."""
-        if not self.card_path.exists() and "/" in repo_id:
-            existing = remote_readme(repo_id, token)
-            if existing is not None:
-                self.card_path.write_text(existing)
-        self.write_card()
+        Args:
+            published: The text to start from, instead of the README that lies here.
+        """
+        here = self.card_path.read_text() if self.card_path.exists() else None
+        text = render_card(self.statement, self.facts, here if published is None else published)
+        self.card_path.write_text(text)
+
+    def push(
+        self,
+        repo_id: str,
+        *,
+        token: str | None,
+        private: bool | None,
+        revision: str | None,
+        message: str,
+    ) -> Any:
+        """One commit with everything in it; what was written by hand, here or there, is kept."""
+        is_bare = not self.card_path.exists() or is_ours_alone(self.card_path.read_text())
+        full_id = create_repository(repo_id, token=token, private=private)
+        published = remote_readme(full_id, token=token, revision=revision)
+        if published is not None and not is_bare and not is_ours_alone(published):
+            logger.warning(
+                "%s is pushed as it is here; what the README of %s said before is in its history.",
+                self.card_path,
+                full_id,
+            )
+        self.write_card(published if is_bare else None)
         with tempfile.TemporaryDirectory() as scratch:
             self._stage(Path(scratch))
-            return push_folder(Path(scratch), repo_id, token=token, **options)
+            return push_folder(
+                Path(scratch), full_id, token=token, revision=revision, message=message
+            )
 
     def _stage(self, folder: Path) -> None:
         """Written afresh: whatever else lies in ``output_dir`` can't come along."""

@@ -53,6 +53,12 @@ def composed_epsilon(
         return float(get_privacy_spent(orders=RDP_ORDERS, rdp=curve, delta=delta)[0])
 
 
+def rdp_curve(noise_multiplier: float, rate: float, steps: int) -> list[tuple[float, float]]:
+    """(order, Rényi divergence) of ``steps`` releases, over :data:`RDP_ORDERS`."""
+    curve = steps * _rdp_of_one_step(noise_multiplier, rate)
+    return list(zip(RDP_ORDERS, map(float, curve), strict=True))
+
+
 @lru_cache(maxsize=64)
 def _rdp_of_one_step(noise_multiplier: float, rate: float) -> Any:
     """The RDP curve of one release over :data:`RDP_ORDERS`; steps add up."""

@@ -58,6 +58,7 @@ class PrivacyLedger:
         self._mac = mac
         self._charges: list[Charge] = []
         self._seen: set[Charge] = set()
+        self._steps: set[int] = set()
         self._last_mac = ""
         self._num_lines = 0
         self._file = open(self.path, "a+b")
@@ -95,7 +96,7 @@ class PrivacyLedger:
 
     def has_step(self, step: int) -> bool:
         """Whether any release of this step is charged already."""
-        return any(charge.step == step for charge in self._charges)
+        return step in self._steps
 
     def charge(self, step: int, digest: str) -> bool:
         """Charge a release before its noise is drawn; False if it is a replay, which is free.
@@ -128,6 +129,7 @@ class PrivacyLedger:
     def _remember(self, charge: Charge) -> None:
         self._charges.append(charge)
         self._seen.add(charge)
+        self._steps.add(charge.step)
 
     def _lock(self) -> None:
         try:

@@ -8,9 +8,15 @@ from typing import Any
 
 import yaml
 
+from hf_dpkfc.curvature.catalogue import CHECKPOINT_PROBES
+from hf_dpkfc.errors import PublishingError
 from hf_dpkfc.publishing.statement import STATEMENT_NAME, PrivacyStatement
 
 START, END = "<!-- hf_dpkfc:privacy -->", "<!-- /hf_dpkfc:privacy -->"
+_SECTION = re.compile(f"{START}.*?{END}", re.DOTALL)
+_RESULTS_START, _RESULTS_END = "<!-- hf_dpkfc:results -->", "<!-- /hf_dpkfc:results -->"
+_RESULTS = re.compile(f"{_RESULTS_START}.*?{_RESULTS_END}", re.DOTALL)
+_HEADER = re.compile(r"\A---[ \t]*\r?\n(.*?)^---[ \t]*(?:\r?\n|\Z)(.*)\Z", re.DOTALL | re.MULTILINE)
 TAGS = ("differential-privacy", "dp-sgd", "dp-kfc", "hf_dpkfc")
 
 
@@ -25,6 +31,9 @@ class CardFacts:
         metrics: Evaluation results by name.
         task: The Hub's pipeline tag.
         library: The Hub's library_name.
+        license: The Hub's license tag.
+        language: The Hub's language code.
+        tags: The user's own.
     """
 
     model_name: str
@@ -33,6 +42,9 @@ class CardFacts:
     metrics: dict[str, float] = field(default_factory=dict)
     task: str | None = None
     library: str = "transformers"
+    license: str | None = None
+    language: str | None = None
+    tags: tuple[str, ...] = ()
 
 
 def render_card(statement: PrivacyStatement, facts: CardFacts, existing: str | None = None) -> str:
@@ -41,39 +53,93 @@ def render_card(statement: PrivacyStatement, facts: CardFacts, existing: str | N
     section = f"{START}\n{_privacy_section(statement)}\n{END}"
     metadata, body = split_metadata(existing or "")
     metadata |= _metadata(statement, facts, metadata)
-    if START in body and END in body:
-        body = re.sub(f"{START}.*?{END}", lambda _: section, body, flags=re.DOTALL)
-    elif body.strip():
-        body = f"{body.rstrip()}\n\n{section}\n"
-    else:
+    if not body.strip():
         body = f"# {facts.model_name}\n\n{_results(facts)}{section}\n"
+    else:
+        body = _updated(body, section, facts)
     front = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)
     return f"---\n{front}---\n{body if body.startswith(chr(10)) else chr(10) + body}"
 
 
+def _updated(body: str, section: str, facts: CardFacts) -> str:
+    """An existing text with our section, and our table of results, brought up to date."""
+    if facts.metrics:
+        body = _RESULTS.sub(lambda _: _results(facts).strip(), body)
+    if _SECTION.search(body):
+        return _SECTION.sub(lambda _: section, body)
+    if START in body or END in body:
+        raise PublishingError(
+            "README.md holds half of a privacy section.",
+            why=f"what stands between {START} and {END} is ours to update, and one of the two is "
+            "gone: an old claim would stay beside the new one.",
+            way_out="put the mark back, or delete the old section; nothing was changed.",
+        )
+    return f"{body.rstrip()}\n\n{section}\n"
+
+
+def is_ours_alone(text: str) -> bool:
+    """Whether a card holds nothing but what :func:`render_card` writes into an empty one."""
+    body = _RESULTS.sub("", _SECTION.sub("", split_metadata(text)[1]))
+    return re.fullmatch(r"\s*(# [^\n]*)?\s*", body) is not None
+
+
+def stated_section(text: str) -> str:
+    """The privacy section of a card; empty if it has none."""
+    match = _SECTION.search(text)
+    return match[0] if match else ""
+
+
+def formal_claim(statement: PrivacyStatement) -> str:
+    """The guarantee as the card's text states it."""
+    return f"({statement.plan.epsilon:.4g}, {statement.plan.delta:.3g})-differentially private"
+
+
 def split_metadata(text: str) -> tuple[dict[str, Any], str]:
-    """A README's YAML header and the rest."""
-    match = re.match(r"\A---\s*\n(.*?)\n---\s*\n(.*)\Z", text, flags=re.DOTALL)
+    """A README's YAML header and the rest.
+
+    Raises:
+        PublishingError: If the header can't be read.
+    """
+    match = _HEADER.match(text)
     if match is None:
         return {}, text
-    return yaml.safe_load(match[1]) or {}, match[2]
+    try:
+        metadata = yaml.safe_load(match[1]) or {}
+    except yaml.YAMLError as error:
+        raise _unreadable(" ".join(str(error).split())) from error
+    if not isinstance(metadata, dict):
+        raise _unreadable(f"it holds a {type(metadata).__name__}, not names with values.")
+    return metadata, match[2]
+
+
+def _unreadable(why: str) -> PublishingError:
+    return PublishingError(
+        "The header of README.md isn't the YAML that the Hub reads.",
+        why=why,
+        way_out="correct the lines between the two '---'; nothing was changed.",
+    )
 
 
 def _metadata(
     statement: PrivacyStatement, facts: CardFacts, existing: dict[str, Any]
 ) -> dict[str, Any]:
-    tags = [*existing.get("tags", []), *TAGS]
+    written = existing.get("tags") or []
+    tags = [*([written] if isinstance(written, str) else written), *facts.tags, *TAGS]
     metadata: dict[str, Any] = {
         "library_name": existing.get("library_name", facts.library),
         "tags": list(dict.fromkeys(tags)),
         "differential_privacy": _typed_block(statement),
     }
-    if facts.base_model:
-        metadata["base_model"] = facts.base_model
     if facts.datasets:
         metadata["datasets"] = list(facts.datasets)
-    if facts.task:
-        metadata["pipeline_tag"] = facts.task
+    # What the author wrote by hand is better than what we gather.
+    gathered = {
+        "base_model": facts.base_model,
+        "license": facts.license,
+        "language": facts.language,
+        "pipeline_tag": facts.task,
+    }
+    metadata |= {n: existing.get(n, value) for n, value in gathered.items() if value}
     if facts.metrics:
         metadata["metrics"] = list(facts.metrics)
     # The Hub takes results only with task, data set and metric all three.
@@ -116,7 +182,8 @@ def _results(facts: CardFacts) -> str:
     if not facts.metrics:
         return ""
     rows = "\n".join(f"| {name} | {value:.4f} |" for name, value in facts.metrics.items())
-    return f"| evaluation | value |\n|---|---|\n{rows}\n\n"
+    table = f"| evaluation | value |\n|---|---|\n{rows}"
+    return f"{_RESULTS_START}\n{table}\n{_RESULTS_END}\n\n"
 
 
 def _privacy_section(statement: PrivacyStatement) -> str:
@@ -129,8 +196,7 @@ def _privacy_section(statement: PrivacyStatement) -> str:
         f"probability (up to a factor of e^{plan.epsilon:.3g} ≈ {_factor(plan.epsilon)}, and apart "
         f"from an event of probability {plan.delta:.2g}) had your record held nothing. What is "
         "true of people like you in general may still be learnt.\n\n"
-        f"Formally, the training is ({plan.epsilon:.4g}, {plan.delta:.3g})-differentially private:"
-        f"\n\n{numbered}\n"
+        f"Formally, the training is {formal_claim(statement)}:\n\n{numbered}\n"
     )
 
 
@@ -162,7 +228,7 @@ def _statements(statement: PrivacyStatement) -> list[str]:
         f"**Mechanism.** Per-example gradients are preconditioned, clipped to norm "
         f"{plan.clip_norm:g} in the preconditioned space, summed, and Gaussian noise of standard "
         f"deviation {plan.noise_multiplier:.4g}·{plan.clip_norm:g} is added to every coordinate. "
-        f"Preconditioner: {_geometry(geometry)}.",
+        f"Preconditioner: {_geometry(geometry)}.{_optimizer(statement.dp_optimizer)}",
         f"**Sampling.** Assumed and done: Poisson, each record with probability "
         f"{plan.expected_batch_size}/{plan.dataset_size} per step.",
         f"**Steps.** {plan.steps} planned, {statement.num_releases} taken; expected batch "
@@ -178,8 +244,8 @@ def _statements(statement: PrivacyStatement) -> list[str]:
             if statement.logged_unsafe_metrics
             else ""
         ),
-        f"**Randomness.** {statement.randomness}. The key was never stored with the model and is "
-        "destroyed.",
+        f"**Randomness.** {statement.randomness}. The key is never stored with the model and is "
+        "destroyed when training ends.",
         "**Rules.** A record with a non-finite gradient contributes zero; an empty batch releases "
         "pure noise and counts as a step.",
         "**Pre-training.** The data of the base model is not covered.",
@@ -199,7 +265,30 @@ def _geometry(geometry: dict[str, Any]) -> str:
         if geometry["is_data_free"]
         else "estimated from public records, which this guarantee doesn't cover"
     )
+    if geometry["probe"] in CHECKPOINT_PROBES:
+        source += (
+            "; the probes' tokens were chosen with the model's own weights, at step 0 those of the "
+            "pre-trained checkpoint, which is public"
+        )
     return f"{geometry['kind']} with probe '{geometry['probe']}', {source}"
+
+
+def _optimizer(facts: dict[str, Any] | None) -> str:
+    """A sentence about what came between noise and weights; none for plain torch."""
+    if facts is None:
+        return ""
+    if facts["name"] == "adambc":
+        return (
+            f" Optimizer: DP-AdamBC (floor {facts['floor']:g}), which works on noisy gradients and "
+            "public constants only and so costs no privacy budget."
+        )
+    return (
+        f" Optimizer: DiSK (κ = {facts['kappa']:g}, γ = {facts['gamma']:g}): each example's "
+        "gradients at two points, the present weights and a look-ahead along the last update, are "
+        "combined before they are preconditioned and clipped, so one example still contributes at "
+        "most the clip norm; the filter behind it works on noisy gradients only and costs no "
+        "privacy budget."
+    )
 
 
 def _audit(audit: dict[str, Any] | None) -> str:

@@ -31,7 +31,9 @@ class PrivacyStatement:
         world_size: Number of processes.
         logged_unsafe_metrics: Un-noised facts were logged during training.
         versions: Of the code that ran.
+        dp_optimizer: Name and options of what came between noise and weights; None for plain torch.
         audit: Result of an audit, if one was made.
+        weights_sha256: Digest of the weights that the releases led to.
         format: Of this file.
     """
 
@@ -44,14 +46,17 @@ class PrivacyStatement:
     world_size: int
     logged_unsafe_metrics: bool
     versions: dict[str, str]
+    dp_optimizer: dict[str, Any] | None = None
     audit: dict[str, Any] | None = None
+    weights_sha256: str | None = None
     format: int = field(default=FORMAT)
 
     def require_publishable(self) -> PrivacyStatement:
         """The statement itself, if there is a guarantee to publish.
 
         Raises:
-            PublishingError: If ε is infinite or not claimed, or the ledger is overspent or empty.
+            PublishingError: If ε is infinite or not claimed, the ledger is overspent or empty, or
+                an audit leaked more than the claim.
         """
         epsilon = self.plan.epsilon
         reasons = {
@@ -63,6 +68,7 @@ class PrivacyStatement:
                 self.num_releases > self.plan.steps
             ),
             "the ledger holds no release": self.num_releases < 1,
+            "its audit refutes the claim": self._is_refuted,
         }
         for reason, holds in reasons.items():
             if holds:
@@ -73,11 +79,20 @@ class PrivacyStatement:
                 )
         return self
 
+    @property
+    def _is_refuted(self) -> bool:
+        return self.audit is not None and not self.audit["bound"] <= self.audit["claim"]
+
     def to_json(self) -> str:
         """As it is published, with ε by two accountants for the reader's convenience."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        fields |= {
-            "plan": self.plan.to_dict(),
+        fields |= {"plan": self.plan.to_dict(), **self._epsilons()}
+        return json.dumps(fields, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False)
+
+    def _epsilons(self) -> dict[str, Any]:
+        if not self.claims_privacy:
+            return {"epsilon": None, "epsilon_spent": None, "second_opinion": None}
+        return {
             "epsilon": self.plan.epsilon,
             "epsilon_spent": self.plan.epsilon_at(self.num_releases),
             "second_opinion": {
@@ -85,7 +100,6 @@ class PrivacyStatement:
                 "epsilon": self.second_opinion,
             },
         }
-        return json.dumps(fields, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False)
 
     @property
     def other_accountant(self) -> str:
@@ -104,7 +118,8 @@ class PrivacyStatement:
             fields = json.loads(text)
             plan = PrivacyPlan(**fields["plan"])
             own = {f.name for f in dataclasses.fields(cls)} - {"plan"}
-            return cls(plan=plan, **{name: fields[name] for name in own})
+            # A field that a later version added has its default; a missing one is a TypeError.
+            return cls(plan=plan, **{name: fields[name] for name in own & fields.keys()})
         except (ValueError, KeyError, TypeError) as error:
             raise PublishingError(
                 "The privacy statement can't be read.",

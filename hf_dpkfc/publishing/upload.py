@@ -9,7 +9,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from huggingface_hub import CommitOperationAdd, HfApi
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, RepositoryNotFoundError
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    RemoteEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 
 from hf_dpkfc.errors import PublishingError
 from hf_dpkfc.publishing.statement import STATEMENT_NAME
@@ -36,10 +41,16 @@ ALLOWED = (
     "vocab.json",
     "merges.txt",
     "spiece.model",
+    "spm.model",
+    "source.spm",
+    "target.spm",
+    "bpe.codes",
+    "normalizer.json",
     "sentencepiece.bpe.model",
     "chat_template.jinja",
     "preprocessor_config.json",
     "processor_config.json",
+    "video_preprocessor_config.json",
 )
 # The Hub makes this one itself.
 HUBS_OWN = (".gitattributes",)
@@ -59,12 +70,32 @@ def is_allowed(path: str) -> bool:
     return any(fnmatch(path, pattern) for pattern in ALLOWED)
 
 
+def create_repository(
+    repo_id: str, *, token: str | None = None, private: bool | None = None, pause: float = 1.0
+) -> str:
+    """The full ``owner/name`` of a repository, created if absent.
+
+    Args:
+        repo_id: ``name`` or ``owner/name``.
+        token: Hub token; by default the one that is logged in.
+        private: Visibility of a new repository.
+        pause: Seconds before the first retry, doubled each time.
+
+    Raises:
+        PublishingError: For whatever can't be retried, in one sentence.
+    """
+    api = HfApi(token=token)
+    created = _tried(
+        lambda: api.create_repo(repo_id, private=private, exist_ok=True), "create", repo_id, pause
+    )
+    return str(created.repo_id)
+
+
 def push_folder(
     folder: Path,
     repo_id: str,
     *,
     token: str | None = None,
-    private: bool | None = None,
     revision: str | None = None,
     message: str = "Private fine-tune",
     pause: float = 1.0,
@@ -73,9 +104,8 @@ def push_folder(
 
     Args:
         folder: A staging folder; files that aren't allowed stay here.
-        repo_id: ``name`` or ``owner/name``; created if absent.
+        repo_id: An existing ``owner/name``.
         token: Hub token; by default the one that is logged in.
-        private: Visibility of a new repository.
         revision: Branch.
         message: Of the commit.
         pause: Seconds before the first retry, doubled each time.
@@ -85,33 +115,40 @@ def push_folder(
     """
     files = sorted(p for p in folder.iterdir() if p.is_file() and is_allowed(p.name))
     api = HfApi(token=token)
-    created = _tried(
-        lambda: api.create_repo(repo_id, private=private, exist_ok=True), "create", repo_id, pause
-    )
     operations = [CommitOperationAdd(path_in_repo=p.name, path_or_fileobj=str(p)) for p in files]
     return _tried(
-        lambda: api.create_commit(
-            created.repo_id, operations, commit_message=message, revision=revision
-        ),
+        lambda: api.create_commit(repo_id, operations, commit_message=message, revision=revision),
         "commit to",
-        created.repo_id,
+        repo_id,
         pause,
     )
 
 
-def remote_readme(repo_id: str, token: str | None = None) -> str | None:
-    """The README that a repository has now; None if there is none."""
-    try:
-        path = HfApi(token=token).hf_hub_download(repo_id, "README.md")
-    except (EntryNotFoundError, RepositoryNotFoundError):
-        return None
-    except PUSH_ERRORS:  # unreachable or no id at all: the push itself will say so
-        return None
-    return Path(path).read_text()
+def remote_readme(
+    repo_id: str, *, token: str | None = None, revision: str | None = None, pause: float = 1.0
+) -> str | None:
+    """The README that a repository has now; None if it has none.
+
+    Raises:
+        PublishingError: If nobody knows: a push would overwrite what it hasn't seen.
+    """
+    api = HfApi(token=token)
+
+    def download() -> str | None:
+        try:
+            # Not from the cache, to which the client falls back when the Hub doesn't answer.
+            path = api.hf_hub_download(repo_id, "README.md", revision=revision, force_download=True)
+        except (RemoteEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError):
+            return None
+        except ValueError as error:  # how the client says that a forced download failed, and why
+            raise error.__cause__ or error from None
+        return Path(path).read_text()
+
+    return _tried(download, "read the card of", repo_id, pause)
 
 
 def _tried(call: Callable[[], T], what: str, repo_id: str, pause: float) -> T:
-    """The call's result, after as many tries as are safe; both calls can be repeated."""
+    """The call's result, after as many tries as are safe; all our calls can be repeated."""
     for attempt in range(1, MAX_TRIES + 1):
         try:
             return call()
@@ -136,7 +173,7 @@ _REASONS = {
         "the token may not write there",
         "use a token with write access, or another hub_model_id",
     ),
-    404: ("there is no such owner or repository", "check hub_model_id"),
+    404: ("there is no such owner, repository or branch", "check hub_model_id and hub_revision"),
     409: ("the repository changed at the same moment", "push again"),
 }
 

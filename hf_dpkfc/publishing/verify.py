@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hf_dpkfc.errors import DPKFCError, PublishingError
-from hf_dpkfc.publishing.card import split_metadata
+from hf_dpkfc.publishing.card import formal_claim, split_metadata, stated_section
 from hf_dpkfc.publishing.statement import STATEMENT_NAME, PrivacyStatement
 from hf_dpkfc.publishing.upload import HUBS_OWN, PUSH_ERRORS, is_allowed
 
@@ -76,9 +76,10 @@ def _checks(folder: Path, files: list[str]) -> Iterator[Check]:
 def _check_numbers(statement: PrivacyStatement, folder: Path) -> Iterator[Check]:
     plan = statement.plan
     published = json.loads((folder / STATEMENT_NAME).read_text())
+    second = published.get("second_opinion")
     for accountant, claimed in (
         (plan.accountant, published.get("epsilon")),
-        (statement.other_accountant, published.get("second_opinion", {}).get("epsilon")),
+        (statement.other_accountant, second.get("epsilon") if isinstance(second, dict) else None),
     ):
         recomputed = plan.epsilon_at(plan.steps, accountant)
         yield Check(
@@ -92,8 +93,12 @@ def _check_numbers(statement: PrivacyStatement, folder: Path) -> Iterator[Check]
         f"{statement.num_releases} of {plan.steps} planned",
     )
     readme = folder / "README.md"
-    metadata, _ = split_metadata(readme.read_text() if readme.exists() else "")
-    block = metadata.get("differential_privacy") or {}
+    metadata, body = split_metadata(readme.read_text() if readme.exists() else "")
+    claim = formal_claim(statement)
+    is_stated = claim in stated_section(body)
+    yield Check("card's text", is_stated, f"{claim}{'' if is_stated else ' is not what it says'}")
+    block = metadata.get("differential_privacy")
+    block = block if isinstance(block, dict) else {}
     for name, value in (("epsilon", plan.epsilon), ("delta", plan.delta)):
         stated = block.get(name)
         yield Check(f"card's {name}", _equal(stated, value), f"{stated} against {value:.6g}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import subprocess
 import sys
@@ -52,6 +53,35 @@ def test_nothing_beyond_the_plan_is_granted(tmp_path):
     written(tmp_path, PLAN.steps)
     with open_ledger(tmp_path) as ledger, pytest.raises(BudgetError, match="All 8 releases"):
         ledger.charge(8, "one more")
+
+
+def test_random_interruptions_never_overspend(tmp_path, figure):
+    """A3: steps, identical replays, changed replays, torn writes and reopenings in any order."""
+    spent, most = [], 0
+    for case in range(60):
+        rng, folder = random.Random(case), tmp_path / str(case)
+        folder.mkdir()
+        ledger, step = open_ledger(folder), 0
+        for _ in range(25):
+            action = rng.choice(["next", "replay", "change", "kill", "tear"])
+            step += action == "next"
+            charged = max(0, step - (action == "replay"))
+            with contextlib.suppress(BudgetError):
+                ledger.charge(charged, f"{charged} {rng.random() if action == 'change' else ''}")
+            if action in ("kill", "tear"):
+                ledger.close()
+                with open(folder / "ledger.jsonl", "ab") as file:
+                    file.write(b'{"digest": "torn' * (action == "tear"))
+                before = ledger.num_releases
+                ledger = open_ledger(folder)
+                assert ledger.num_releases == before
+                step = rng.randrange(step + 1)
+        spent.append(ledger.epsilon_spent())
+        most = max(most, ledger.num_releases)
+        ledger.close()
+    figure(f"{len(spent)} runs, largest ε spent / planned = {max(spent) / PLAN.epsilon:.3f}")
+    assert most == PLAN.steps
+    assert max(spent) <= PLAN.epsilon
 
 
 def test_a_charge_is_on_disk_before_it_is_granted(tmp_path):
@@ -123,7 +153,7 @@ TAMPERINGS = [tamper_bit_flip, tamper_truncate, tamper_reorder, tamper_drop, tam
 
 
 @pytest.mark.parametrize("tamper", TAMPERINGS)
-def test_tampering_is_detected(tmp_path, tamper):
+def test_tampering_is_detected(tmp_path, tamper, figure):
     path = written(tmp_path)
     lines = path.read_bytes().splitlines(keepends=True)
     rng = random.Random(0)
@@ -131,6 +161,7 @@ def test_tampering_is_detected(tmp_path, tamper):
         path.write_bytes(tamper(lines, rng))
         with pytest.raises(LedgerError, match=r"can't be trusted|another plan"):
             open_ledger(tmp_path)
+    figure("200 of 200")
 
 
 def test_a_chain_recomputed_without_the_key_is_detected(tmp_path):

@@ -15,6 +15,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from hf_dpkfc.cli import main
 from hf_dpkfc.errors import PublishingError
 from hf_dpkfc.publishing import upload
+from hf_dpkfc.publishing.card import split_metadata
 from hf_dpkfc.publishing.upload import is_allowed
 
 pytestmark = pytest.mark.hub
@@ -97,6 +98,7 @@ def test_the_statement_says_nothing_of_seed_key_or_data(hub, tmp_path):
 
 
 CALLS = ["/api/repos/create", "/preupload/", "/objects/batch", "/lfs/", "/commit/"]
+CALLS += ["/resolve/", "/api/validate-yaml"]
 
 
 @pytest.mark.parametrize("fault", [503, 429, "drop"])
@@ -197,6 +199,110 @@ def test_a_readme_written_on_the_hub_is_kept(hub, tmp_path):
     )
     trained(tmp_path).push_to_hub()
     assert b"By a colleague." in pushed(hub).files["README.md"]
+
+
+def on_the_hub(hub, text):
+    hub.repos["tester/private-model"] = hub_server.Repo(
+        files={"README.md": text.encode()}, commits=["1" * 40]
+    )
+
+
+def test_a_readme_on_the_hub_is_kept_without_an_owner_in_the_id(hub, tmp_path):
+    on_the_hub(hub, "# On the Hub\n\nBy a colleague.\n")
+    trained(tmp_path, hub_model_id="private-model").push_to_hub()
+    assert b"By a colleague." in pushed(hub).files["README.md"]
+
+
+def test_what_was_added_on_the_hub_since_the_last_push_is_kept(hub, tmp_path):
+    trainer = trained(tmp_path)
+    trainer.push_to_hub()
+    edited = pushed(hub).files["README.md"].decode() + "\n## Added in the browser\n"
+    pushed(hub).files["README.md"] = edited.encode()
+    pushed(hub).commits.append("2" * 40)
+    trainer.push_to_hub()
+    assert b"## Added in the browser" in pushed(hub).files["README.md"]
+
+
+def test_a_readme_that_cannot_be_seen_is_not_overwritten(hub, tmp_path):
+    on_the_hub(hub, "# On the Hub\n\nBy a colleague.\n")
+    trainer = trained(tmp_path)
+    hub.fail("/resolve/", 503, times=99)
+    with pytest.raises(PublishingError, match="read the card"):
+        trainer.push_to_hub()
+    assert pushed(hub).files["README.md"] == b"# On the Hub\n\nBy a colleague.\n"
+
+
+def test_a_readme_with_a_broken_header_is_said_and_kept(hub, tmp_path):
+    text = "---\ntags: [a\n---\n# Mine\n"
+    (tmp_path / "README.md").write_text(text)
+    with pytest.raises(PublishingError, match="header of README"):
+        trained(tmp_path).push_to_hub()
+    assert (tmp_path / "README.md").read_text() == text
+    assert not hub.repos
+
+
+def test_the_last_evaluation_is_the_one_on_the_card(hub, tmp_path):
+    trainer = trained(tmp_path, eval_dataset=settings.text_data(10, seed=4))
+    for value in (0.25, 0.75):
+        trainer.state.log_history.append({"eval_loss": value, "eval_f1": float("nan")})
+        trainer.push_to_hub()
+    text = pushed(hub).files["README.md"].decode()
+    assert "| loss | 0.7500 |" in text
+    assert "0.2500" not in text
+    assert "nan" not in text
+
+
+def test_hugging_faces_card_options_reach_the_card(hub, tmp_path):
+    trained(tmp_path).push_to_hub(
+        license="mit",
+        language="en",
+        tags="mine",
+        dataset_tags="glue",
+        dataset="GLUE SST2",
+        finetuned_from="/home/somebody",
+    )
+    metadata, _ = split_metadata(pushed(hub).files["README.md"].decode())
+    assert (metadata["license"], metadata["language"], metadata["datasets"]) == (
+        "mit",
+        "en",
+        ["glue"],
+    )
+    assert "mine" in metadata["tags"]
+    assert "base_model" not in metadata
+
+
+def test_weights_that_the_ledger_does_not_cover_are_not_published(hub, tmp_path):
+    """Another model under a finished run's statement would carry a false card."""
+    trained(tmp_path).save_model()
+    options = {"hub_token": hub_server.TOKEN, "hub_model_id": "tester/private-model"}
+    with pytest.raises(PublishingError, match="aren't those"):
+        settings.trainer(tmp_path, max_steps=2, **options).push_to_hub()
+    assert not hub.repos
+    back = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    settings.trainer(tmp_path, back, max_steps=2, **options).push_to_hub()
+    assert pushed(hub).files
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [('"num_releases": 2', '"num_releases": 1'), ("1.0", "9.0")]
+)
+def test_a_statement_changed_after_training_is_not_published(hub, tmp_path, old, new):
+    trained(tmp_path).save_model()
+    path = tmp_path / "privacy_statement.json"
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+    back = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    with pytest.raises(PublishingError, match="isn't the ledger"):
+        settings.trainer(tmp_path, back, hub_token=hub_server.TOKEN).push_to_hub()
+
+
+def test_verify_sees_a_card_whose_text_was_changed(hub, tmp_path, capsys):
+    trained(tmp_path / "out").push_to_hub()
+    folder = _local_copy(hub, tmp_path / "copy")
+    card = folder / "README.md"
+    card.write_text(card.read_text().replace("the training is (2.", "the training is (0."))
+    assert main(["verify", str(folder)]) == 1
+    assert "FAIL  card's text" in capsys.readouterr().out
 
 
 def test_verify_accepts_what_was_pushed_and_sees_what_was_not(hub, tmp_path, capsys):

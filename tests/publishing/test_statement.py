@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import yaml
 
 from hf_dpkfc import PrivacyPlan
 from hf_dpkfc.errors import PublishingError
-from hf_dpkfc.publishing.card import CardFacts, render_card, split_metadata
+from hf_dpkfc.publishing.card import END, START, CardFacts, render_card, split_metadata
 from hf_dpkfc.publishing.statement import PrivacyStatement
 from hf_dpkfc.publishing.verify import verify
 
@@ -83,14 +84,88 @@ def test_public_probes_are_said_to_be_public():
     assert "estimated from public records" in card
 
 
+@pytest.mark.parametrize(
+    ("facts", "sentence"),
+    [
+        ({"name": "adambc", "floor": 1e-8}, "DP-AdamBC (floor 1e-08), which works on noisy"),
+        ({"name": "disk", "kappa": 0.7, "gamma": 0.5}, "gradients at two points"),
+    ],
+)
+def test_a_private_optimizer_is_named_under_mechanism(facts, sentence):
+    card = render_card(dataclasses.replace(STATEMENT, dp_optimizer=facts), FACTS)
+    (mechanism,) = [line for line in card.splitlines() if "**Mechanism.**" in line]
+    assert sentence in mechanism
+    assert "Optimizer:" not in render_card(STATEMENT, FACTS)
+
+
+def test_a_statement_from_before_an_optional_field_can_be_read():
+    fields = json.loads(STATEMENT.to_json())
+    del fields["dp_optimizer"]
+    assert PrivacyStatement.from_json(json.dumps(fields)) == STATEMENT
+    del fields["randomness"]
+    with pytest.raises(PublishingError, match="randomness"):
+        PrivacyStatement.from_json(json.dumps(fields))
+
+
+def test_no_number_is_stated_where_no_epsilon_is_claimed():
+    fields = json.loads(dataclasses.replace(STATEMENT, claims_privacy=False).to_json())
+    assert fields["epsilon"] is fields["epsilon_spent"] is fields["second_opinion"] is None
+
+
 def test_an_audit_is_quoted():
     audit = {"method": "step audit", "confidence": 0.9999, "bound": 0.5, "claim": 0.67}
     assert "lower bound 0.5" in render_card(dataclasses.replace(STATEMENT, audit=audit), FACTS)
 
 
+@pytest.mark.parametrize("probe", ["structured", "sampled"])
+def test_the_card_says_that_the_checkpoint_shaped_the_probes(probe):
+    geometry = STATEMENT.preconditioner | {"probe": probe}
+    card = render_card(dataclasses.replace(STATEMENT, preconditioner=geometry), FACTS)
+    assert "the pre-trained checkpoint, which is public" in card
+    assert "which is public" not in render_card(STATEMENT, FACTS)
+
+
 def test_rendering_twice_changes_nothing():
     once = render_card(STATEMENT, FACTS)
     assert render_card(STATEMENT, FACTS, once) == once
+
+
+def test_a_new_evaluation_replaces_the_old_one():
+    once = render_card(STATEMENT, FACTS)
+    again = render_card(STATEMENT, dataclasses.replace(FACTS, metrics={"accuracy": 0.5}), once)
+    assert "| accuracy | 0.5000 |" in again
+    assert "| accuracy | 0.9000 |" not in again
+
+
+def test_what_the_author_wrote_in_the_header_is_kept():
+    existing = "---\ntags: mine\nbase_model: a/b\nlicense: mit\npipeline_tag: other\n---\ntext\n"
+    metadata, _ = split_metadata(render_card(STATEMENT, FACTS, existing))
+    assert (metadata["base_model"], metadata["license"]) == ("a/b", "mit")
+    assert metadata["pipeline_tag"] == "other"
+    assert metadata["tags"][0] == "mine"
+
+
+@pytest.mark.parametrize("existing", [f"text {START} old claim", f"text {END}"])
+def test_half_a_section_is_refused(existing):
+    with pytest.raises(PublishingError, match="half of a privacy section"):
+        render_card(STATEMENT, FACTS, existing)
+
+
+@pytest.mark.parametrize("header", ["a: [", "- a", "words"])
+def test_a_header_that_the_hub_cannot_read_is_refused(header):
+    with pytest.raises(PublishingError, match="header of README"):
+        split_metadata(f"---\n{header}\n---\nbody\n")
+
+
+@pytest.mark.parametrize("text", ["---\n---\nbody", "---\na: 1\n---"])
+def test_short_headers_are_headers(text):
+    assert not split_metadata(text)[1].startswith("---")
+
+
+def test_a_statement_without_the_newer_fields_is_read():
+    fields = json.loads(STATEMENT.to_json())
+    del fields["weights_sha256"]
+    assert PrivacyStatement.from_json(json.dumps(fields)) == STATEMENT
 
 
 def test_a_header_that_is_no_header_is_body():
