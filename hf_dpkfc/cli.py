@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +14,8 @@ from typing import Any
 from hf_dpkfc.errors import ConfigurationError, DPKFCError
 from hf_dpkfc.privacy.accounting import ACCOUNTANTS
 from hf_dpkfc.privacy.plan import PrivacyPlan
+from hf_dpkfc.publishing.card import CardFacts, render_card
+from hf_dpkfc.publishing.statement import PrivacyStatement
 
 # The ε that people usually compare.
 TABLE_EPSILONS = (0.5, 1.0, 2.0, 3.0, 5.0, 8.0, 10.0)
@@ -27,6 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_train(commands)
     _add_card(commands)
     _add_verify(commands)
+    _add_audit(commands)
+    _add_report(commands)
     args = parser.parse_args(arguments)
     try:
         return int(args.run(args) or 0)
@@ -93,6 +100,8 @@ def _table(fields: dict[str, Any], plan: PrivacyPlan) -> str:
 
 def _curve(plan: PrivacyPlan) -> str:
     """ε over the steps, as bars."""
+    if not math.isfinite(plan.epsilon):
+        return "without noise, ε is infinite from the first step on"
     rows = ["ε over the steps"]
     for i in range(1, CURVE_POINTS + 1):
         step = max(1, plan.steps * i // CURVE_POINTS)
@@ -175,13 +184,19 @@ def _train(args: argparse.Namespace) -> None:
 
     try:
         options = yaml.safe_load(args.config.read_text())
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeError, yaml.YAMLError) as error:
         raise ConfigurationError(
             f"{args.config} can't be read.", why=str(error), way_out="give a YAML file."
         ) from error
+    if not isinstance(options, dict):
+        raise ConfigurationError(
+            f"{args.config} holds no options.",
+            why="a training needs lines of the form 'name: value'.",
+            way_out=f"give {', '.join(_TRAIN_KEYS[:2])}, output_dir, target_epsilon and so on.",
+        )
     task = {key: options.pop(key, None) for key in _TRAIN_KEYS}
     _require_known_options(options, DPKFCConfig)
-    config = DPKFCConfig(**options)
+    config = _config(options)
     model, tokenizer, train, held_out = _classification_task(task)
     trainer = DPKFCTrainer(
         model=model,
@@ -197,6 +212,37 @@ def _train(args: argparse.Namespace) -> None:
     if held_out is not None:
         print(f"accuracy on {task['eval_file']}: {trainer.evaluate()['eval_accuracy']:.4f}")
     print(f"ε spent: {trainer.epsilon_spent():.4g}; the model is in {config.output_dir}")
+
+
+def _config(options: dict[str, Any]) -> Any:
+    """The configuration; Hugging Face's own refusals of a value become ours."""
+    from hf_dpkfc.config import DPKFCConfig
+
+    fields = DPKFCConfig.__dataclass_fields__
+    # YAML reads 5e-4 as a string, and Hugging Face's own options aren't converted.
+    read = {name: _read(name, value, fields[name].default) for name, value in options.items()}
+    try:
+        return DPKFCConfig(**read)
+    except ConfigurationError:
+        raise
+    except (TypeError, ValueError, ImportError) as error:
+        raise ConfigurationError(
+            "The options can't be used.",
+            why=" ".join(str(error).split()),
+            way_out="correct the option that the reason names.",
+        ) from error
+
+
+def _read(name: str, value: Any, default: Any) -> Any:
+    """The value, as a number where the option's default is one."""
+    if not isinstance(value, str) or type(default) not in (int, float):
+        return value
+    try:
+        return type(default)(value)
+    except ValueError as error:
+        raise ConfigurationError(
+            f"{name}={value!r}.", why="it isn't a number.", way_out="write it like 10 or 5.0e-4."
+        ) from error
 
 
 def _require_known_options(options: dict[str, Any], config: Any) -> None:
@@ -220,9 +266,22 @@ def _classification_task(task: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
                 why="a text classification needs it.",
                 way_out=f"add a line '{key}: ...' to the file.",
             )
+    if not isinstance(task["labels"], list | None):
+        raise ConfigurationError(
+            f"labels={task['labels']!r}.",
+            why="it is the list of all classes.",
+            way_out="write 'labels: [first, second, ...]'.",
+        )
     train = _load_rows(task["train_file"], task)
     held_out = _load_rows(task["eval_file"], task) if task["eval_file"] else None
     labels = task["labels"] or _labels_of(train, task["label_column"])
+    for key, rows in (("train_file", train), ("eval_file", held_out)):
+        if rows is not None and not set(rows[task["label_column"]]) <= set(labels):
+            raise ConfigurationError(
+                f"{key} holds classes that aren't among the {len(labels)} labels.",
+                why="the head has one output for each label.",
+                way_out="name all classes in 'labels: [...]'.",
+            )
     model = _load_model(
         task["model"],
         "sequence-classification",
@@ -269,7 +328,7 @@ def _load_rows(name: str, task: dict[str, Any]) -> Any:
             f"{name} doesn't exist.", why="it was given as a data file.", way_out="check the path."
         )
     else:
-        rows = load_dataset(name, split="train")
+        rows = _load_from_hub(name)
     for key in ("text_column", "pair_column", "label_column"):
         if task[key] and task[key] not in rows.column_names:
             raise ConfigurationError(
@@ -278,6 +337,19 @@ def _load_rows(name: str, task: dict[str, Any]) -> Any:
                 way_out=f"name one of them in {key}.",
             )
     return rows
+
+
+def _load_from_hub(name: str) -> Any:
+    from datasets import load_dataset
+
+    try:
+        return load_dataset(name, split="train")
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"The data set {name!r} can't be loaded.",
+            why=" ".join(str(error).split()) or type(error).__name__,
+            way_out="give a CSV, JSON or Parquet file, or a Hub id that this machine can reach.",
+        ) from error
 
 
 def _accuracy(prediction: Any) -> dict[str, float]:
@@ -294,14 +366,15 @@ def _add_card(commands: Any) -> None:
 
 
 def _card(args: argparse.Namespace) -> None:
-    from hf_dpkfc.publishing.card import CardFacts, render_card
-    from hf_dpkfc.publishing.statement import PrivacyStatement
+    print(_rendered(args.folder, PrivacyStatement.load(args.folder)))
 
-    path = args.folder / "README.md"
+
+def _rendered(folder: Path, statement: PrivacyStatement) -> Path:
+    """The folder's card, written from a statement."""
+    path = folder / "README.md"
     existing = path.read_text() if path.exists() else None
-    facts = CardFacts(args.folder.absolute().name)
-    path.write_text(render_card(PrivacyStatement.load(args.folder), facts, existing))
-    print(path)
+    path.write_text(render_card(statement, CardFacts(folder.absolute().name), existing))
+    return path
 
 
 def _add_verify(commands: Any) -> None:
@@ -317,6 +390,90 @@ def _verify(args: argparse.Namespace) -> int:
     checks = verify(args.repo, args.token)
     print("\n".join(map(str, checks)))
     return 0 if all(check.holds for check in checks) else 1
+
+
+# ---- audit ----
+
+
+def _add_audit(commands: Any) -> None:
+    parser = commands.add_parser(
+        "audit",
+        help="attack our own releases: lower bound on the leak, beside the claim",
+        description="Canaries are put into releases of this code, on a tiny model, and left out. "
+        "'step' repeats one release; 'training' attacks one whole run (looser).",
+    )
+    target = parser.add_mutually_exclusive_group(required=True)
+    target.add_argument("--sigma", type=float, help="noise multiplier to audit")
+    target.add_argument(
+        "--attach",
+        type=Path,
+        metavar="FOLDER",
+        help="audit at this trained model's plan, and put the result on its card",
+    )
+    parser.add_argument("--kind", choices=("step", "training"), default="step")
+    parser.add_argument("--rate", type=float, default=0.5, help="training: sampling rate")
+    parser.add_argument("--steps", type=int, default=10, help="training: number of steps")
+    parser.add_argument("--delta", type=float, default=1e-5, help="training: δ")
+    parser.add_argument("--trials", type=int, help="step: releases with and without the canary")
+    parser.add_argument("--confidence", type=float, default=0.9999)
+    parser.add_argument("--secure-rng", action="store_true", help="audit the ChaCha20 generator")
+    parser.add_argument("--out", type=Path, default=Path("audit"), help="folder of figure and JSON")
+    parser.set_defaults(run=_audit)
+
+
+def _audit(args: argparse.Namespace) -> int:
+    from hf_dpkfc.diagnostics import audit
+
+    statement = PrivacyStatement.load(args.attach) if args.attach else None
+    plan = statement.plan if statement else _audited_plan(args)
+    if args.kind == "step":
+        result = audit.audit_step(
+            plan.noise_multiplier,
+            clip_norm=plan.clip_norm,
+            num_trials=args.trials or audit.STEP_TRIALS,
+            confidence=args.confidence,
+            secure=args.secure_rng,
+        )
+    else:
+        result = audit.audit_training(plan, confidence=args.confidence, secure=args.secure_rng)
+    print(result)
+    args.out.mkdir(parents=True, exist_ok=True)
+    result.draw(args.out / f"{args.kind}_scores.png")
+    (args.out / f"{args.kind}_audit.json").write_text(json.dumps(result.to_dict(), indent=1) + "\n")
+    print(f"scores and JSON are in {args.out}")
+    if statement is not None:
+        audited = dataclasses.replace(statement, audit=result.to_dict()).require_publishable()
+        audited.save(args.attach)
+        print(f"on the card: {_rendered(args.attach, audited)}")
+    return 0 if result.holds else 1
+
+
+def _audited_plan(args: argparse.Namespace) -> PrivacyPlan:
+    size = 10**6
+    return PrivacyPlan(
+        noise_multiplier=args.sigma,
+        clip_norm=1.0,
+        expected_batch_size=round(args.rate * size),
+        dataset_size=size,
+        steps=args.steps,
+        delta=args.delta,
+    )
+
+
+# ---- report ----
+
+
+def _add_report(commands: Any) -> None:
+    parser = commands.add_parser("report", help="one HTML page about a run")
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="output_dir of a run")
+    parser.add_argument("--output", type=Path, help="default: report.html in RUN_DIR")
+    parser.set_defaults(run=_report)
+
+
+def _report(args: argparse.Namespace) -> None:
+    from hf_dpkfc.diagnostics.report import write_report
+
+    print(write_report(args.run_dir, args.output))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +13,16 @@ from hf_dpkfc.curvature.catalogue import PROBES, ProbeOptions
 from hf_dpkfc.curvature.fit import APPROXIMATIONS, KINDS, LABELS, CurvatureOptions
 from hf_dpkfc.engine import Geometry
 from hf_dpkfc.errors import ConfigurationError
+from hf_dpkfc.optimizers.adambc import DEFAULT_FLOOR
+from hf_dpkfc.optimizers.disk import KalmanFilter, lookahead_weight
 from hf_dpkfc.privacy.accounting import ACCOUNTANTS
 from hf_dpkfc.privacy.plan import DEFAULT_UNIT
+
+DP_OPTIMIZERS = ("adambc", "disk")
+# Beyond this, DiSK's pair is a difference of two almost equal gradients, magnified.
+MAX_LOOKAHEAD_WEIGHT = 64.0
+# HF's defaults (which one, depends on torch): with them nobody has asked for another optimizer.
+_DEFAULT_OPTIMS = ("adamw_torch", "adamw_torch_fused")
 
 
 def _option(default: Any, text: str, choices: tuple[str, ...] | None = None) -> Any:
@@ -79,6 +88,30 @@ class DPKFCConfig(TrainingArguments):
     max_factor_dim: int = _option(4096, "Wider factors fall back to low rank, with a note.")
     pink_alpha: float = _option(1.0, "Pink noise: amplitude falls as frequency^-pink_alpha.")
     zipf_exponent: float = _option(1.0, "Token probes: probability falls as rank^-zipf_exponent.")
+    dp_optimizer: str | None = _option(
+        None,
+        "What is done with the noisy mean gradient. By default it goes to the optimizer that "
+        "optim names. 'adambc' is DP-AdamBC, an optimizer of its own in optim's place (it takes "
+        "adam_beta1, adam_beta2 and weight_decay; adambc_floor takes the place of adam_epsilon). "
+        "'disk' takes two gradients per example and filters their noisy mean before your own "
+        "optimizer gets it; a step takes about twice the time and memory.",
+        DP_OPTIMIZERS,
+    )
+    adambc_floor: float = _option(
+        DEFAULT_FLOOR,
+        "DP-AdamBC: smallest second moment left after the noise's variance is taken off, on the "
+        "squared scale (γ' in Tang et al. 2024). The default is that of the authors' code, whose "
+        "examples take 1e-9 (CIFAR-10) and 7e-9 (QNLI), with the smaller a smaller learning rate.",
+    )
+    disk_kappa: float = _option(
+        0.7, "DiSK: weight of the new noisy mean in the filter, in (0, 1]; 1 filters nothing."
+    )
+    disk_gamma: float = _option(
+        0.5,
+        "DiSK: how far beyond the present weights, in units of the last update, the second "
+        "gradient is taken. Its share is w = (1 − κ)/(κγ); w = 1 needs no first gradient, and w "
+        "above 64 is refused.",
+    )
 
     # --- neither ---
     log_unsafe_metrics: bool = _option(
@@ -87,16 +120,36 @@ class DPKFCConfig(TrainingArguments):
         "They aren't covered by the guarantee, and the card says so.",
     )
 
+    diagnostics_steps: int | None = _option(
+        None,
+        "Steps between two data-free looks at spectra, alignment and signal-to-noise, for the "
+        "logs and `hf-dpkfc report`; null (None) for none.",
+    )
+
     # HF clips to 1.0 by default; here the gradient is private already and its norm mostly noise.
     max_grad_norm: float = _option(0.0, "Clips the already private gradient; 0.0 leaves it alone.")
 
     def __post_init__(self) -> None:
+        self.__dict__.update(self._read_options())
         super().__post_init__()
+        self.validate()
+
+    def validate(self) -> None:
+        """Refuse what can't be honoured; also after a search has put other values in.
+
+        Raises:
+            ConfigurationError: Naming the option, its value, the reason and the way out.
+        """
         self._refuse_incompatible()
         self._require_one_noise()
         self._require_numbers()
         self.curvature_options()
         self.probe_options()
+
+    def _read_options(self) -> dict[str, Any]:
+        """Options in their declared types: YAML reads ``1e-5`` as a string."""
+        types = DPKFCConfig.__annotations__ | _HF_TYPES
+        return {name: _read(name, kind, getattr(self, name)) for name, kind in types.items()}
 
     @property
     def claims_privacy(self) -> bool:
@@ -130,6 +183,20 @@ class DPKFCConfig(TrainingArguments):
         """When and from what the preconditioner is renewed."""
         return Geometry(self.curvature_options(), probe, self.probe_refresh_steps, self.seed)
 
+    def kalman_filter(self) -> KalmanFilter | None:
+        """DiSK's filter at its start; None for other optimizers."""
+        if self.dp_optimizer != "disk":
+            return None
+        return KalmanFilter(self.disk_kappa, self.disk_gamma)
+
+    def dp_optimizer_facts(self) -> dict[str, Any] | None:
+        """What a statement says about the optimizer; None where it is plain torch."""
+        if self.dp_optimizer == "adambc":
+            return {"name": "adambc", "floor": self.adambc_floor}
+        if self.dp_optimizer == "disk":
+            return {"name": "disk", "kappa": self.disk_kappa, "gamma": self.disk_gamma}
+        return None
+
     def _require_one_noise(self) -> None:
         if (self.target_epsilon is None) == (self.noise_multiplier is None):
             raise ConfigurationError(
@@ -149,11 +216,22 @@ class DPKFCConfig(TrainingArguments):
             "public_dataset_size": self.public_dataset_size is None
             or self.public_dataset_size >= 1,
             "accountant": self.accountant in ACCOUNTANTS,
+            "num_train_epochs": math.isfinite(self.num_train_epochs),
             "probe_refresh_steps": self.probe_refresh_steps >= 1,
+            "probe_batch_size": self.probe_batch_size >= 1,
+            "num_probe_batches": self.num_probe_batches >= 1,
+            "probe_min_length": self.probe_min_length is None or self.probe_min_length >= 1,
+            "probe_max_length": self.probe_max_length is None or self.probe_max_length >= 1,
+            "damping": _positive(self.damping),
+            "diagnostics_steps": self.diagnostics_steps is None or self.diagnostics_steps >= 1,
             "per_device_train_batch_size": self.per_device_train_batch_size >= 1,
             "gradient_accumulation_steps": self.gradient_accumulation_steps >= 1,
             "pink_alpha": math.isfinite(self.pink_alpha),
             "zipf_exponent": math.isfinite(self.zipf_exponent),
+            "dp_optimizer": self.dp_optimizer in (None, *DP_OPTIMIZERS),
+            "adambc_floor": 0 < self.adambc_floor < math.inf,
+            "disk_kappa": 0 < self.disk_kappa <= 1,
+            "disk_gamma": 0 < self.disk_gamma < math.inf and self._lookahead_is_moderate(),
         }
         for name, holds in checks.items():
             if not holds:
@@ -163,16 +241,22 @@ class DPKFCConfig(TrainingArguments):
                     way_out=f"see its meaning: {_help(name)}",
                 )
 
+    def _lookahead_is_moderate(self) -> bool:
+        if not 0 < self.disk_kappa <= 1:
+            return True  # disk_kappa is the one to name
+        return lookahead_weight(self.disk_kappa, self.disk_gamma) <= MAX_LOOKAHEAD_WEIGHT
+
     def _refuse_incompatible(self) -> None:
         """Hugging Face options that would break a promise, each with its reason."""
-        for name, (is_set, why, way_out) in self._incompatible().items():
+        rules = [*self._incompatible().items(), *self._incompatible_with_dp_optimizer().items()]
+        for name, (is_set, why, way_out) in rules:
             if is_set:
                 raise ConfigurationError(
                     f"{name}={getattr(self, name)!r} can't be used here.", why=why, way_out=way_out
                 )
 
     def _incompatible(self) -> dict[str, tuple[bool, str, str]]:
-        optim = str(getattr(self.optim, "value", self.optim))
+        optim = _name(self.optim)
         sharded = "gradients are taken apart by example, which sharded parameters don't allow yet."
         unset = "leave it at its default."
         return {
@@ -252,6 +336,90 @@ class DPKFCConfig(TrainingArguments):
                 "choose adamw_torch, sgd or another optimizer that steps afterwards.",
             ),
         }
+
+    def _incompatible_with_dp_optimizer(self) -> dict[str, tuple[bool, str, str]]:
+        is_adambc = self.dp_optimizer == "adambc"
+        takes_its_place = (
+            "dp_optimizer='adambc' is an optimizer of its own and takes optim's place."
+        )
+        return {
+            "max_grad_norm": (
+                self.dp_optimizer is not None and self.max_grad_norm > 0,
+                f"dp_optimizer={self.dp_optimizer!r} relies on the noise being what the plan says, "
+                "and clipping the noisy gradient again would change it.",
+                "leave it at 0.0: each example's gradient is clipped already.",
+            ),
+            "optim": (
+                is_adambc and _name(self.optim) not in _DEFAULT_OPTIMS,
+                takes_its_place,
+                "leave optim at its default, or set dp_optimizer=None.",
+            ),
+            "optim_args": (
+                is_adambc and bool(self.optim_args),
+                takes_its_place,
+                "set adam_beta1, adam_beta2, weight_decay and adambc_floor instead.",
+            ),
+        }
+
+
+def _name(optim: Any) -> str:
+    return str(getattr(optim, "value", optim))
+
+
+def _read(name: str, declared: str, value: Any) -> Any:
+    """One option's value in its declared type, of which ``| None`` may be a part."""
+    kind, _, optional = declared.partition(" | ")
+    if value is None and optional:
+        return None
+    try:
+        return _READERS[kind](value)
+    except (TypeError, ValueError, LookupError, OverflowError) as error:
+        raise ConfigurationError(
+            f"{name}={value!r}.",
+            why=f"its type is {declared}.",
+            way_out=f"see its meaning: {_help(name)}",
+        ) from error
+
+
+def _read_number(value: Any) -> float:
+    if isinstance(value, bool):
+        raise TypeError
+    return float(value)
+
+
+def _read_count(value: Any) -> int:
+    number = _read_number(value)
+    if not number.is_integer():
+        raise ValueError
+    return int(number)
+
+
+def _read_switch(value: Any) -> bool:
+    return {"true": True, "false": False}[str(value).lower()]
+
+
+def _read_text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    return value
+
+
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "float": _read_number,
+    "int": _read_count,
+    "bool": _read_switch,
+    "str": _read_text,
+}
+
+
+# Options of HF that the guarantee depends on; the others are HF's to check, in its own words.
+_HF_TYPES = {
+    "per_device_train_batch_size": "int",
+    "gradient_accumulation_steps": "int",
+    "num_train_epochs": "float",
+    "max_steps": "int",
+    "seed": "int",
+}
 
 
 def _positive(value: float | None) -> bool:

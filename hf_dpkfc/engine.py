@@ -25,13 +25,14 @@ from torch import Tensor, nn
 from hf_dpkfc.curvature.fit import CurvatureOptions, fit_preconditioner
 from hf_dpkfc.curvature.preconditioner import Preconditioner
 from hf_dpkfc.curvature.probes import Probe
-from hf_dpkfc.errors import BudgetError
+from hf_dpkfc.errors import BudgetError, LedgerError
 from hf_dpkfc.layers.capture import PerExampleLoss
 from hf_dpkfc.layers.routes import RouteTable
 from hf_dpkfc.mechanism.clipping import ClippedSum, Clipper, UnsafeStatistics
 from hf_dpkfc.mechanism.noise import privatize
 from hf_dpkfc.mechanism.randomness import SecretKey, StepRandomness
 from hf_dpkfc.mechanism.sampling import PoissonSampler
+from hf_dpkfc.optimizers.disk import KalmanFilter
 from hf_dpkfc.privacy.ledger import PrivacyLedger
 from hf_dpkfc.privacy.plan import PrivacyPlan
 
@@ -140,6 +141,10 @@ class Geometry:
             return True
         return current.awaits_signal and step & (step - 1) == 0
 
+    def seed_at(self, step: int) -> int:
+        """Public randomness of the fit at a step."""
+        return self.seed * 1_000_003 + step
+
     def fit(self, step: int, query: Query) -> Preconditioner:
         """The preconditioner at the present weights."""
         if self.probe is None:
@@ -148,7 +153,7 @@ class Geometry:
             query.model,
             self.probe,
             self.options,
-            seed=self.seed * 1_000_003 + step,
+            seed=self.seed_at(step),
             per_example_loss=query.per_example_loss,
             table=query.table,
         )
@@ -168,6 +173,7 @@ class PrivateRun:
         secure: Cryptographic randomness.
         nonce: Mixed into every stream. Empty while steps can be replayed bit for bit; set per
             launch where the backward pass isn't deterministic, and once a replay has diverged.
+        filter: DiSK's, between the noise and the optimizer; None without it.
     """
 
     plan: PrivacyPlan
@@ -178,6 +184,7 @@ class PrivateRun:
     peers: Peers = field(default_factory=Alone)
     secure: bool = False
     nonce: bytes = b""
+    filter: KalmanFilter | None = None
     preconditioner: Preconditioner | None = None
     unsafe: UnsafeStatistics = field(default_factory=UnsafeStatistics)
 
@@ -192,7 +199,9 @@ class PrivateRun:
         return int(self.peers.broadcast(mine))
 
     def release(self, step: int) -> dict[str, Tensor] | None:
-        """The noisy mean gradient of one logical step; None if the budget doesn't allow it.
+        """The noisy mean gradient of one logical step, filtered if there is a filter.
+
+        None if the budget doesn't allow it.
 
         Args:
             step: Number of the step, the same on all processes.
@@ -211,9 +220,16 @@ class PrivateRun:
             return None
         self.unsafe = clipped.unsafe
         randomness = StepRandomness(self.key, step, digest, self.secure)
-        return privatize(
+        noisy_mean = privatize(
             clipped, self.plan.noise_multiplier, self.plan.expected_batch_size, randomness
         )
+        return noisy_mean if self.filter is None else self.filter.update(noisy_mean, self._weights)
+
+    @property
+    def _weights(self) -> dict[str, Tensor]:
+        """The parameters that train."""
+        trainable = {n for block in self.query.table for n in block.parameters}
+        return {n: p for n, p in self.query.model.named_parameters() if n in trainable}
 
     def may_release(self, step: int) -> bool:
         """Whether a step has budget left, or may be the replay of one that is paid for."""
@@ -221,6 +237,22 @@ class PrivateRun:
             self.ledger.num_releases < self.plan.steps or self.ledger.has_step(step)
         )
         return bool(self.peers.broadcast(mine))
+
+    def require_charged(self, step: int) -> None:
+        """Raise if a step was taken of which the ledger knows nothing.
+
+        Raises:
+            LedgerError: If budget is left and the step isn't charged: no release was asked for.
+        """
+        if self.ledger is None or self.ledger.has_step(step):
+            return
+        if self.ledger.num_releases < self.plan.steps:
+            raise LedgerError(
+                f"Step {step} was taken without a release.",
+                why="its gradient was neither clipped nor noised nor charged, so the weights "
+                "aren't private any more.",
+                way_out="don't replace training_step; use callbacks, or per_example_loss=.",
+            )
 
     def close(self) -> None:
         """Let go of the ledger."""
@@ -230,8 +262,13 @@ class PrivateRun:
     def _refresh(self, step: int) -> None:
         if self.geometry.is_due(step, self.preconditioner):
             renewed = self.geometry.fit(step, self.query)
-            for note in renewed.notes if self.preconditioner is None else ():
-                logger.info("preconditioner: %s", note)
+            if renewed.notes and self.preconditioner is None:
+                logger.warning(
+                    "preconditioner: %d blocks fall back to something simpler, the first: %s (all "
+                    "of them: trainer.preconditioner.notes)",
+                    len(renewed.notes),
+                    renewed.notes[0],
+                )
             self.preconditioner = renewed
             self._clipper = None
         if self._clipper is None:
@@ -252,8 +289,9 @@ class PrivateRun:
         before = self._digest()
         content = hashlib.sha256()
         randomness = StepRandomness(self.key, step, before, self.secure)
+        lookahead = None if self.filter is None else self.filter.lookahead(self._weights)
         with secret_global_state(randomness, self.peers.rank):
-            mine = self._clipper.sum_of(self._micro_batches(randomness, content))
+            mine = self._clipper.sum_of(self._micro_batches(randomness, content), lookahead)
         # Whatever else may change a query (precision, a constant in a loss) changes its sum.
         _update(content, sorted(mine.values.items()))
         total = ClippedSum(self.peers.sum(mine.values), mine.sensitivity, mine.unsafe)
@@ -278,8 +316,6 @@ class PrivateRun:
 
     def _digest(self) -> bytes:
         """Everything that determines the step's query, but the records drawn."""
-        trainable = {n for block in self.query.table for n in block.parameters}
-        parameters = ((n, p) for n, p in self.query.model.named_parameters() if n in trainable)
         parts = [
             self.plan.digest.encode(),
             CODE_VERSION.encode(),
@@ -287,8 +323,10 @@ class PrivateRun:
             self._geometry_digest,
             self._frozen_digest,
             self.query.loss_name.encode(),
-            _digest_of(parameters),
+            _digest_of(self._weights.items()),
         ]
+        if self.filter is not None:
+            parts.append(_digest_of(self.filter.determinants()))
         # Rank 0's, so that all ranks draw one batch and one noise whatever their rounding.
         return self.peers.broadcast(hashlib.sha256(b"\0".join(parts)).digest())
 
@@ -321,7 +359,7 @@ def secret_global_state(randomness: StepRandomness, rank: int) -> Iterator[None]
     seed = (randomness.stream(f"dropout {rank}").uniform(8) * 2**32).astype(np.uint32)
     python_state, numpy_state = random.getstate(), np.random.get_state()
     with torch.random.fork_rng():
-        torch.manual_seed(int(seed[0]) << 32 | int(seed[1]))
+        _seed_torch(int(seed[0]) << 32 | int(seed[1]))
         np.random.seed(seed)
         random.seed(seed.tobytes())
         try:
@@ -331,10 +369,23 @@ def secret_global_state(randomness: StepRandomness, rank: int) -> Iterator[None]
             np.random.set_state(numpy_state)
 
 
+def _seed_torch(seed: int) -> None:
+    # Without accelerators torch.manual_seed would format a stack trace for each kind of them.
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
+
+
 def _fixed_tensors(model: nn.Module, table: RouteTable) -> Iterator[tuple[str, Tensor]]:
     trainable = {n for block in table for n in block.parameters}
     yield from ((n, p) for n, p in model.named_parameters() if n not in trainable)
     yield from model.named_buffers()
+
+
+def weights_digest(model: nn.Module) -> str:
+    """SHA-256 of a model's weights, trained or frozen, whatever trains now."""
+    return _digest_of(sorted(model.named_parameters())).hex()
 
 
 def _digest_of(tensors: Any) -> bytes:

@@ -46,6 +46,10 @@ class UnsupportedTaskError(DPKFCError):
     """The model's head has no known per-example loss."""
 
 
+class RecordError(DPKFCError, ValueError):
+    """Records don't fit the collator, the model or its loss."""
+
+
 class BudgetError(DPKFCError):
     """The next step would spend more than the plan allows."""
 

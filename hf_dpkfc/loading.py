@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from hf_dpkfc.curvature.probes import Batch, Probe
+from hf_dpkfc.errors import RecordError
 from hf_dpkfc.losses import unwrapped
 
 
@@ -72,7 +73,16 @@ class Collate:
     def __call__(self, records: list[Any]) -> Mapping[str, Any]:
         """One micro-batch."""
         kept = [self._kept(record) for record in records]
-        return send_to_device(dict(self.collator(kept)), self.device)
+        try:
+            inputs = dict(self.collator(kept))
+        except Exception as error:  # the user's code: whatever it raises, the batch isn't there
+            raise RecordError(
+                "The data_collator can't make a batch of train_dataset's records.",
+                why=f"{type(error).__name__}: {error}",
+                way_out="give every record the columns that collator and model need (for text "
+                "input_ids and labels), as numbers.",
+            ) from error
+        return send_to_device(inputs, self.device)
 
     def _kept(self, record: Any) -> Any:
         if self.columns is None or not isinstance(record, Mapping):

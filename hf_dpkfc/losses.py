@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_dpkfc.errors import UnsupportedTaskError
+from hf_dpkfc.errors import RecordError, UnsupportedTaskError
 
 IGNORED_LABEL = -100
 
@@ -98,10 +99,32 @@ class TaskLoss:
     def __call__(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
         """The loss of each example; 0 for one whose labels are all ignored."""
         targets = {k: v for k, v in inputs.items() if k in (*_TARGETS, "attention_mask")}
+        self._require_targets(targets)
         features = {k: v for k, v in inputs.items() if k not in _TARGETS}
         if self.task is Task.CAUSAL_LM:
             features = _with_position_ids(model, features)
-        return _LOSSES[self.task](model(**features), targets)
+        with _explained("model", features):
+            outputs = model(**features)
+        with _explained("loss", targets):
+            return _LOSSES[self.task](outputs, targets)
+
+    def _require_targets(self, targets: Mapping[str, Tensor]) -> None:
+        needed = _TARGETS[1:] if self.task is Task.SPAN else _TARGETS[:1]
+        missing = [name for name in needed if name not in targets]
+        if missing:
+            raise UnsupportedTaskError(
+                f"A batch for {self.task} has no {' and no '.join(missing)}.",
+                why="each example's own loss needs its target.",
+                way_out=f"let the records and the data_collator give {', '.join(needed)}.",
+            )
+        if self.task is Task.SINGLE_LABEL and targets["labels"].is_floating_point():
+            raise UnsupportedTaskError(
+                "The labels are floats, and the head is taken for single-label classification.",
+                why="which loss and which probes belong to a head is read off its configuration, "
+                "never off the data.",
+                way_out="set config.problem_type to 'multi_label_classification' or 'regression', "
+                "or give integer labels.",
+            )
 
 
 @dataclass(frozen=True)
@@ -125,6 +148,27 @@ class CustomLoss:
 
 
 _TARGETS = ("labels", "start_positions", "end_positions")
+
+
+@contextmanager
+def _explained(what: str, inputs: Mapping[str, Any]) -> Iterator[None]:
+    """Torch's errors about sizes and indices, with the columns that they are about."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (IndexError, RuntimeError) as error:
+        columns = ", ".join(
+            f"{name} {list(value.shape)}"
+            for name, value in inputs.items()
+            if isinstance(value, Tensor)
+        )
+        raise RecordError(
+            f"The {what} can't take a batch of records: {columns}.",
+            why=f"{type(error).__name__}: {error}",
+            way_out="check ids against vocab_size, lengths against max_position_embeddings, and "
+            "labels against num_labels.",
+        ) from error
 
 
 def _with_position_ids(model: nn.Module, features: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,9 @@ logger = logging.getLogger(__name__)
 
 LEDGER_NAME = "privacy_ledger.jsonl"
 PRECONDITIONER_NAME = "preconditioner.safetensors"
+FILTER_NAME = "kalman_filter.safetensors"
 TRAINER_STATE_NAME = "trainer_state.json"
+TUNING_NAME = "privacy_tuning.json"
 
 
 @dataclass(frozen=True)
@@ -43,10 +45,17 @@ class KeyStore:
 
     def create(self) -> SecretKey:
         """A new key; whatever was here belonged to an earlier run."""
-        self.destroy()
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         key = SecretKey.generate()
-        key.store(self.key_path)
+        try:
+            self.destroy()
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            key.store(self.key_path)
+        except OSError as error:
+            raise ConfigurationError(
+                f"The run's key can't be written below {self.folder}.",
+                why=str(error),
+                way_out="set privacy_key_path to a folder of yours outside output_dir.",
+            ) from error
         return key
 
     def load(self) -> SecretKey | None:
@@ -102,6 +111,15 @@ class RunFolder:
     def ledger_digest(self) -> str:
         """SHA-256 of the ledger file."""
         return hashlib.sha256(self.ledger_path.read_bytes()).hexdigest()
+
+    def holds(self, plan: PrivacyPlan, num_releases: int) -> bool:
+        """Whether the ledger's own lines say this plan and this number of releases."""
+        try:
+            header, *charges = self.ledger_path.read_bytes().splitlines()
+            written = json.loads(header)["plan"]
+        except (ValueError, KeyError, TypeError):
+            return False
+        return bool(written == plan.to_dict()) and len(charges) == num_releases
 
     def open(self, plan: PrivacyPlan, *, continues: bool) -> tuple[SecretKey, PrivacyLedger]:
         """Key and ledger of a new run, or of the one that is continued.

@@ -7,7 +7,8 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,21 +18,27 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import ProgressCallback, Trainer
-from transformers.trainer_utils import HubStrategy, TrainOutput
+from transformers.trainer_utils import HubStrategy, PredictionOutput, TrainOutput
 from transformers.utils import logging
 
-from hf_dpkfc.callbacks import BudgetCallback, PrivacyProgressCallback, PublishingCallback
+from hf_dpkfc.callbacks import (
+    BudgetCallback,
+    DiagnosticsCallback,
+    PrivacyProgressCallback,
+    PublishingCallback,
+)
 from hf_dpkfc.config import DPKFCConfig
 from hf_dpkfc.curvature.catalogue import build_probe
 from hf_dpkfc.curvature.fit import probing
 from hf_dpkfc.curvature.preconditioner import Preconditioner
 from hf_dpkfc.curvature.probes import Probe
-from hf_dpkfc.engine import Peers, PrivateRun, Query
+from hf_dpkfc.engine import Peers, PrivateRun, Query, weights_digest
 from hf_dpkfc.errors import (
     BudgetError,
     ConfigurationError,
     ProbeError,
     PublishingError,
+    UnsupportedTaskError,
 )
 from hf_dpkfc.layers.layout import accumulation_dtype
 from hf_dpkfc.layers.routes import inspect_model
@@ -39,12 +46,21 @@ from hf_dpkfc.loading import Collate, logical_steps, neighbours, used_columns
 from hf_dpkfc.losses import CustomLoss, TaskLoss, task_of
 from hf_dpkfc.mechanism.independence import check_independence
 from hf_dpkfc.mechanism.randomness import SecretKey
-from hf_dpkfc.privacy.accounting import composed_epsilon
+from hf_dpkfc.optimizers.adambc import DPAdamBC, noise_variance_of
+from hf_dpkfc.optimizers.disk import KalmanFilter
 from hf_dpkfc.privacy.ledger import PrivacyLedger
 from hf_dpkfc.privacy.plan import Adjacency, PrivacyPlan
-from hf_dpkfc.publication import Publication, card_facts
+from hf_dpkfc.publication import CardOptions, Publication
 from hf_dpkfc.publishing.statement import PrivacyStatement
-from hf_dpkfc.runs import LEDGER_NAME, PRECONDITIONER_NAME, RunFolder, step_of
+from hf_dpkfc.runs import (
+    FILTER_NAME,
+    LEDGER_NAME,
+    PRECONDITIONER_NAME,
+    TUNING_NAME,
+    RunFolder,
+    step_of,
+)
+from hf_dpkfc.tuning import TuningCost, exponent_of, search_space
 
 logger = logging.get_logger(__name__)
 
@@ -79,7 +95,6 @@ class DPKFCTrainer(Trainer):
         public_dataset: Any = None,
         **trainer_arguments: Any,
     ) -> None:
-        self._refuse_batch_losses(trainer_arguments)
         self.per_example_loss = per_example_loss
         self.public_dataset = public_dataset
         self._run: PrivateRun | None = None
@@ -90,8 +105,10 @@ class DPKFCTrainer(Trainer):
         self._resume_from: str | None = None
         self._trial_number: int | None = None
         self._spent: list[PrivacyPlan] = []
+        self._has_evaluated_private = False
         super().__init__(model, self._own_copy(args), *trainer_positional, **trainer_arguments)
         self.model_accepts_loss_kwargs = False
+        self._refuse_batch_losses()
         self._refuse_setting()
         self._install_callbacks()
         self._warn_of_what_is_not_covered()
@@ -135,6 +152,8 @@ class DPKFCTrainer(Trainer):
         else:
             self._resume_from = self._files.last_checkpoint() if self._continues else None
         self._starts = True
+        # A search may choose another value, as it does on plain args; the run takes it off again.
+        self.args.gradient_accumulation_steps = self._accumulation
         output = super().train(resume_from_checkpoint=self._resume_from, trial=trial, **kwargs)
         self._finish_run()
         return _without_loss(output)
@@ -146,6 +165,12 @@ class DPKFCTrainer(Trainer):
             self._open_run()
         plan = self.plan
         return logical_steps(plan.steps_per_epoch, plan.dataset_size)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """HF's optimizer with HF's parameter groups; with ``dp_optimizer="adambc"``, DP-AdamBC."""
+        if self.args.dp_optimizer == "adambc":
+            self.optimizer_cls_and_kwargs = (DPAdamBC, self._adambc_arguments())
+        return super().create_optimizer(model)
 
     def training_step(
         self,
@@ -179,7 +204,7 @@ class DPKFCTrainer(Trainer):
         super().log(logs, start_time)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """HF's files; in a checkpoint also the preconditioner and a copy of the ledger."""
+        """HF's files; in a checkpoint also preconditioner, filter and a copy of the ledger."""
         super().save_model(output_dir, _internal_call)
         if self._wants_push and not _internal_call:
             self.push_to_hub(commit_message="Model save")
@@ -187,6 +212,8 @@ class DPKFCTrainer(Trainer):
             folder = Path(output_dir or self.args.output_dir)
             if self._run.preconditioner is not None:
                 self._run.preconditioner.save(folder / PRECONDITIONER_NAME)
+            if self._run.filter is not None:
+                self._run.filter.save(folder / FILTER_NAME)
             shutil.copyfile(self._files.ledger_path, folder / LEDGER_NAME)
 
     def evaluate(
@@ -197,48 +224,84 @@ class DPKFCTrainer(Trainer):
     ) -> dict[str, float]:
         """HF's evaluation. Evaluation records aren't covered by the guarantee."""
         chosen = self.eval_dataset if eval_dataset is None else eval_dataset
-        if chosen is not None and chosen is self.train_dataset:
-            logger.warning(
-                "Evaluating on the training set: these metrics are computed from private records "
-                "without noise. They are named unsafe_train and kept off the card."
-            )
-            metric_key_prefix = "unsafe_train"
-        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        if isinstance(chosen, str):  # HF goes through a dictionary of sets by their names
+            chosen = self.eval_dataset[chosen]
+        return super().evaluate(
+            eval_dataset, ignore_keys, self._prefix_for(chosen, metric_key_prefix)
+        )
 
-    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """HF's search. Every trial trains on the same records, and their costs add up."""
-        self._spent = []
-        best = super().hyperparameter_search(*args, **kwargs)
-        delta = max(plan.delta for plan in self._spent)
-        cost = composed_epsilon(
-            [(p.noise_multiplier, p.sampling_rate, p.steps) for p in self._spent], delta
-        )
+    def predict(
+        self,
+        test_dataset: Any,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "test",
+    ) -> PredictionOutput:
+        """HF's prediction. What is predicted for training records is private."""
+        prefix = self._prefix_for(test_dataset, metric_key_prefix)
+        return super().predict(test_dataset, ignore_keys, prefix)
+
+    def _prefix_for(self, dataset: Any, prefix: str) -> str:
+        """The metrics' prefix: one that says so where they come from private records."""
+        if dataset is None or dataset is not self.train_dataset:
+            return prefix
         logger.warning(
-            "Tuning isn't covered by any single trial's ε: %d trials on the same records spend "
-            "ε = %.4g together at δ = %.3g (RDP composition). State that, or tune on public data.",
-            len(self._spent),
-            cost,
-            delta,
+            "Evaluating on the training set: these metrics are computed from private records "
+            "without noise. They are named unsafe_train and kept off the card."
         )
-        return best
+        self._has_evaluated_private = True
+        return "unsafe_train"
+
+    def hyperparameter_search(
+        self, hp_space: Callable[[Any], dict[str, Any]] | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """HF's search. Every trial trains on the same records, and their costs add up.
+
+        Args:
+            hp_space: From a trial to options; by default :func:`hf_dpkfc.search_space`, for the
+                kind of probe that this trainer has.
+            *args: As HF's,
+            **kwargs: by position or by name.
+        """
+        self._spent = []
+        space = hp_space or partial(search_space, exponent=exponent_of(self._probe()))
+        try:
+            return super().hyperparameter_search(space, *args, **kwargs)
+        finally:  # trials of a search that was broken off have cost what they cost
+            if self._spent:
+                cost = TuningCost.of(self._spent, claims_privacy=self.args.claims_privacy)
+                logger.warning("%s", cost)
+                if self.is_world_process_zero():
+                    cost.save(Path(self.args.output_dir) / TUNING_NAME)
 
     def create_model_card(
         self,
+        language: str | None = None,
+        license: str | None = None,
+        tags: str | list[str] | None = None,
         model_name: str | None = None,
-        dataset: str | list[str] | None = None,
         finetuned_from: str | None = None,
-        **unused: Any,
+        tasks: str | list[str] | None = None,
+        dataset_tags: str | list[str] | None = None,
+        dataset: str | list[str] | None = None,
+        dataset_args: str | list[str] | None = None,
     ) -> None:
         """Write the privacy card into ``output_dir``; a README written by hand is kept.
 
-        Args:
-            model_name: Title of the card.
-            dataset: Hub ids of the data.
-            finetuned_from: The base model's Hub id.
-            **unused: HF's other card options, which say nothing about privacy.
+        The arguments are HF's; :class:`hf_dpkfc.publication.CardOptions` says what each becomes.
         """
+        options = CardOptions(
+            model_name=model_name,
+            finetuned_from=finetuned_from,
+            dataset=dataset,
+            dataset_tags=dataset_tags,
+            tasks=tasks,
+            license=license,
+            language=language,
+            tags=tags,
+            dataset_args=dataset_args,
+        )
         if self.is_world_process_zero():
-            self._publication(model_name, dataset, finetuned_from).write_card()
+            self._publication(options).write_card()
 
     def push_to_hub(
         self,
@@ -262,7 +325,7 @@ class DPKFCTrainer(Trainer):
         """
         if not self.is_world_process_zero():
             return None
-        return self._publication(**card_options).push(
+        return self._publication(CardOptions(**card_options)).push(
             self.args.hub_model_id or Path(self.args.output_dir).absolute().name,
             token=token or self.args.hub_token,
             private=self.args.hub_private_repo,
@@ -272,9 +335,9 @@ class DPKFCTrainer(Trainer):
 
     # ---- The constructor's chapters ----
 
-    def _refuse_batch_losses(self, arguments: Mapping[str, Any]) -> None:
+    def _refuse_batch_losses(self) -> None:
         is_overridden = type(self).compute_loss is not Trainer.compute_loss
-        if is_overridden or arguments.get("compute_loss_func"):
+        if is_overridden or self.compute_loss_func is not None:
             raise ConfigurationError(
                 "compute_loss is overridden, or compute_loss_func was given.",
                 why="they return one loss for the whole batch, and clipping needs each example's.",
@@ -295,7 +358,7 @@ class DPKFCTrainer(Trainer):
         self._accumulation = args.gradient_accumulation_steps
         own.gradient_accumulation_steps = 1
         if self._accumulation > 1:
-            logger.info(
+            logger.warning(
                 "gradient_accumulation_steps=%d enters the expected batch; HF's loop sees one item "
                 "per logical step.",
                 self._accumulation,
@@ -313,6 +376,14 @@ class DPKFCTrainer(Trainer):
             )
 
     def _refuse_setting(self) -> None:
+        self._refuse_launch()
+        if self.public_dataset is not None and self.public_dataset is self.train_dataset:
+            raise ConfigurationError(
+                "public_dataset is the train_dataset.",
+                why="factors estimated from private records would leave without noise.",
+                way_out="pass other, public records, or probe='auto', which needs none; "
+                "probe='oracle' is for experiments and claims no ε.",
+            )
         if isinstance(self.train_dataset, IterableDataset) or (
             self.train_dataset is not None and not hasattr(self.train_dataset, "__len__")
         ):
@@ -321,6 +392,15 @@ class DPKFCTrainer(Trainer):
                 why="Poisson sampling draws every record on its own, which needs random access.",
                 way_out="pass a data set with __len__ and __getitem__ (load without streaming).",
             )
+        if self.args.dp_optimizer == "adambc" and (
+            self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
+        ):
+            raise ConfigurationError(
+                "optimizers= or optimizer_cls_and_kwargs= beside dp_optimizer='adambc'.",
+                why="DP-AdamBC is an optimizer of its own: only one of them can step.",
+                way_out="drop the argument (a scheduler, optimizers=(None, scheduler), is fine), "
+                "or set dp_optimizer=None.",
+            )
         if self.args.n_gpu > 1:
             raise ConfigurationError(
                 f"{self.args.n_gpu} GPUs in one process (nn.DataParallel).",
@@ -328,11 +408,39 @@ class DPKFCTrainer(Trainer):
                 way_out="start one process per GPU: accelerate launch your_script.py.",
             )
 
+    def _refuse_launch(self) -> None:
+        """What ``accelerate launch`` or the model switches on behind the options' back."""
+        model = self.accelerator.unwrap_model(self.model) if self.model is not None else None
+        sharded = "gradients are taken apart by example, which sharded parameters don't allow yet."
+        refused = {
+            "mixed_precision=fp16": (
+                self.accelerator.mixed_precision == "fp16",
+                "its loss scaling skips steps depending on private data.",
+                "launch with --mixed_precision bf16, or without it.",
+            ),
+            "FSDP": (self.is_fsdp_enabled, sharded, "launch with DDP."),
+            "DeepSpeed": (self.is_deepspeed_enabled, sharded, "launch with DDP."),
+            "gradient checkpointing of the model": (
+                bool(getattr(model, "is_gradient_checkpointing", False)),
+                "layers that run twice hide their inputs from us, or keep them anyway.",
+                "model.gradient_checkpointing_disable(); lower per_device_train_batch_size and "
+                "raise gradient_accumulation_steps instead.",
+            ),
+        }
+        for name, (is_on, why, way_out) in refused.items():
+            if is_on:
+                raise ConfigurationError(f"{name} is switched on.", why=why, way_out=way_out)
+
     def _install_callbacks(self) -> None:
         if self.pop_callback(ProgressCallback) is not None:
             # RDP's bound, whatever the plan's accountant: PRV takes a second, and this is per step.
             self.add_callback(PrivacyProgressCallback(lambda: self.epsilon_spent("rdp")))
         self.add_callback(BudgetCallback(lambda: self._run))
+        if self.args.diagnostics_steps is not None:
+            self.add_callback(DiagnosticsCallback(self.args.diagnostics_steps))
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, DiagnosticsCallback):
+                callback.watch(lambda: self._run, self.log)
         if self._wants_push and self.args.hub_strategy != HubStrategy.END:
             self.add_callback(PublishingCallback(self.push_to_hub))
 
@@ -367,6 +475,14 @@ class DPKFCTrainer(Trainer):
     def _make_plan(self) -> PrivacyPlan:
         """From public constants alone: options, number of processes, and the public size."""
         args = self.args
+        is_empty = self.train_dataset is None or not len(self.train_dataset)
+        # With a public size an empty set is a neighbour like any other, and trains on noise.
+        if self.train_dataset is None or (is_empty and not args.public_dataset_size):
+            raise ConfigurationError(
+                f"train_dataset is {'missing' if self.train_dataset is None else 'empty'}.",
+                why="there is nothing to train on and no size to plan with.",
+                way_out="pass train_dataset= with at least one record.",
+            )
         size = args.public_dataset_size or len(self.train_dataset)
         batch = args.per_device_train_batch_size * self._accumulation * args.world_size
         per_epoch = math.ceil(size / batch)
@@ -387,9 +503,9 @@ class DPKFCTrainer(Trainer):
         return PrivacyPlan(noise_multiplier=args.noise_multiplier, **fields)
 
     def _open_run(self) -> None:
-        if self.args.gradient_accumulation_steps != 1:  # a search has set it on our copy
-            self._accumulation = self.args.gradient_accumulation_steps
-            self.args.gradient_accumulation_steps = 1
+        self._accumulation = self.args.gradient_accumulation_steps
+        self.args.gradient_accumulation_steps = 1
+        self.args.validate()  # a search has written its choices past the constructor's checks
         plan, query, probe = self._make_plan(), self._query(), self._probe()
         peers: Peers = _AcceleratePeers(
             self.args.process_index, self.args.world_size, self.accelerator
@@ -406,17 +522,31 @@ class DPKFCTrainer(Trainer):
             peers=peers,
             secure=self.args.secure_rng,
             nonce=b"" if is_deterministic else peers.broadcast(os.urandom(16)),
+            filter=self._filter(),
             preconditioner=self._saved_preconditioner(),
         )
         self._num_releases = self._run.num_releases
         self._spent.append(plan)
-        logger.info("Privacy plan\n%s", plan)
+        reservation = "" if self.args.claims_privacy else " (probe='oracle': its ε isn't claimed)"
+        logger.info("Privacy plan%s\n%s", reservation, plan)
         if not self._run.may_release(step_of(self._resume_from)):
             raise BudgetError(
                 f"All {plan.steps} releases of the plan are charged already.",
                 why="steps lost in earlier launches were charged to the same budget.",
                 way_out="use the last checkpoint: it carries the guarantee.",
             )
+
+    def _adambc_arguments(self) -> dict[str, Any]:
+        """From HF's options and the plan: B is the public constant, never a drawn size."""
+        args, plan = self.args, self.plan
+        return {
+            "lr": args.learning_rate,
+            "betas": (args.adam_beta1, args.adam_beta2),
+            "noise_variance": noise_variance_of(
+                plan.noise_multiplier, plan.clip_norm, plan.expected_batch_size
+            ),
+            "floor": args.adambc_floor,
+        }
 
     def _query(self) -> Query:
         model = self.accelerator.unwrap_model(self.model)
@@ -460,9 +590,11 @@ class DPKFCTrainer(Trainer):
                 records=self.train_dataset if is_oracle else self.public_dataset,
                 collate=self._collate(),
             )
-        except (ProbeError, ConfigurationError):
+        except (ProbeError, ConfigurationError, UnsupportedTaskError) as error:
             if self.args.preconditioner == "none":
                 return None
+            if isinstance(error, UnsupportedTaskError):
+                raise _no_labels(error) from error
             raise
 
     def _check_independence(self, query: Query, probe: Probe | None) -> None:
@@ -475,7 +607,10 @@ class DPKFCTrainer(Trainer):
             return
         together, alone, through_collator = neighbours(probe, query.collate, self.args.device)
         if not through_collator:
-            logger.info("The neighbour check ran without your collator, which doesn't take probes.")
+            logger.warning(
+                "The neighbour check ran without your data_collator, which doesn't take probes or "
+                "draws at random. Make sure that it treats each record on its own."
+            )
         with probing(query.model):
             check_independence(query.model, query.table, self._loss(), together, alone)
 
@@ -510,6 +645,12 @@ class DPKFCTrainer(Trainer):
     # ---- Publishing ----
 
     def _statement(self) -> PrivacyStatement:
+        """The claim, with what was computed from private records without noise since."""
+        statement = self._training_statement()
+        is_unsafe = statement.logged_unsafe_metrics or self._has_evaluated_private
+        return replace(statement, logged_unsafe_metrics=is_unsafe)
+
+    def _training_statement(self) -> PrivacyStatement:
         """Of the run in this process, else the one that a finished run left in the folder."""
         if not self._files.ledger_path.exists():
             raise PublishingError(
@@ -520,11 +661,12 @@ class DPKFCTrainer(Trainer):
         if self._run is not None and self.is_in_train:
             return self._statement_of(self._run)
         statement = self._finished or PrivacyStatement.load(self._files.folder)
-        if statement.ledger_sha256 != self._files.ledger_digest():
+        is_quoted = statement.ledger_sha256 == self._files.ledger_digest()
+        if not (is_quoted and self._files.holds(statement.plan, statement.num_releases)):
             raise PublishingError(
                 f"{self._files.ledger_path} isn't the ledger that the statement quotes.",
-                why="it was changed after training ended.",
-                way_out="restore it; the statement holds the digest of the true one.",
+                why="one of them was changed after training ended.",
+                way_out="restore them as they were when training ended.",
             )
         return statement
 
@@ -549,26 +691,24 @@ class DPKFCTrainer(Trainer):
             else "Philox, keyed with 256 bits from the operating system",
             world_size=args.world_size,
             logged_unsafe_metrics=args.log_unsafe_metrics,
+            dp_optimizer=args.dp_optimizer_facts(),
             versions={name: version(name) for name in ("hf-dpkfc", "torch", "opacus")},
+            weights_sha256=weights_digest(run.query.model),
         )
 
-    def _publication(
-        self,
-        model_name: str | None = None,
-        dataset: str | list[str] | None = None,
-        finetuned_from: str | None = None,
-        **unused: Any,
-    ) -> Publication:
+    def _publication(self, options: CardOptions) -> Publication:
         """What would be published now."""
         model = self.accelerator.unwrap_model(self.model)
-        facts = card_facts(
-            model,
-            model_name or Path(self.args.output_dir).absolute().name,
-            dataset,
-            finetuned_from,
-            self.state.log_history,
-        )
         statement = self._statement().require_publishable()
+        if statement.weights_sha256 not in (None, weights_digest(model)):
+            raise PublishingError(
+                "The model's weights aren't those that the private training led to.",
+                why="the ledger says nothing of what was done to them since, or of other weights.",
+                way_out="publish from the trainer that trained, or load the trained checkpoint "
+                f"from {self.args.output_dir} first.",
+            )
+        name = Path(self.args.output_dir).absolute().name
+        facts = options.facts(model, name, self.state.log_history)
         return Publication(
             statement, facts, model, self.processing_class, Path(self.args.output_dir)
         )
@@ -583,6 +723,14 @@ class DPKFCTrainer(Trainer):
             return None
         dtype = accumulation_dtype(next(self.model.parameters()).dtype)
         return Preconditioner.load(path).to(self.args.device, dtype)
+
+    def _filter(self) -> KalmanFilter | None:
+        """DiSK's filter, as the checkpoint left it where a run is resumed."""
+        kalman = self.args.kalman_filter()
+        path = None if self._resume_from is None else Path(self._resume_from) / FILTER_NAME
+        if kalman is not None and path is not None and path.exists():
+            kalman.restore(path, self.args.device)
+        return kalman
 
     def _unsafe_logs(self) -> dict[str, float]:
         assert self._run is not None
@@ -618,6 +766,15 @@ class _AcceleratePeers:
             [values[name].numel() for name in names]
         )
         return {n: part.view(values[n].shape) for n, part in zip(names, parts, strict=True)}
+
+
+def _no_labels(error: UnsupportedTaskError) -> ProbeError:
+    return ProbeError(
+        f"{error.what} Nor are its labels known, so probe='auto' can't make any.",
+        why="the factors need inputs with labels that your per_example_loss understands.",
+        way_out="pass probe='public' with public_dataset=, whose records bring their labels, or "
+        "preconditioner='none'.",
+    )
 
 
 def _without_loss(output: TrainOutput) -> TrainOutput:
