@@ -6,6 +6,8 @@ example at a time, and are preconditioned by explicit matrices.
 
 from __future__ import annotations
 
+import copy
+
 import torch
 
 from hf_dpkfc.curvature.preconditioner import (
@@ -58,8 +60,35 @@ def clipped_sum(
 ):
     """Σ_i clip_C(U g_i) by parameter name, one example after the other."""
     names = [n for block in table for n in block.parameters]
-    total = {n: torch.zeros_like(dict(model.named_parameters())[n]) for n in names}
-    for gradient in per_sample_gradients(model, names, per_example_loss, examples):
+    gradients = per_sample_gradients(model, names, per_example_loss, examples)
+    return sum_of_clipped(table, preconditioner, gradients, clip_norm)
+
+
+def disk_clipped_sum(
+    model, table, preconditioner, per_example_loss, examples, clip_norm, *, previous, kappa, gamma
+):
+    """DiSK: Σ_i clip_C(U g_i), g_i = w·∇f_i(x + γd) + (1 − w)·∇f_i(x), d = x − previous."""
+    names = [n for block in table for n in block.parameters]
+    w = (1 - kappa) / (kappa * gamma)
+    ahead = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, x in ahead.named_parameters():
+            if name in names:
+                x.add_(x - previous[name], alpha=gamma)
+    pairs = zip(
+        per_sample_gradients(ahead, names, per_example_loss, examples),
+        per_sample_gradients(model, names, per_example_loss, examples),
+        strict=True,
+    )
+    combined = [{n: w * there[n] + (1 - w) * here[n] for n in names} for there, here in pairs]
+    return sum_of_clipped(table, preconditioner, combined, clip_norm)
+
+
+def sum_of_clipped(table, preconditioner: Preconditioner, gradients, clip_norm):
+    """Alg. 2 from "Transform" on, for a list of gradients."""
+    names = [n for block in table for n in block.parameters]
+    total = {n: torch.zeros_like(gradients[0][n]) for n in names}
+    for gradient in gradients:
         moved = {}
         for block in table:
             matrix = block.join(gradient)

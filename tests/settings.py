@@ -63,6 +63,7 @@ def trainer(output_dir, model=None, data=None, **changes):
             "compute_metrics",
             "public_dataset",
             "optimizers",
+            "optimizer_cls_and_kwargs",
             "model_init",
         )
         if name in changes

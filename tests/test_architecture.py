@@ -19,10 +19,11 @@ ROOMS = [
     "privacy",
     "core",
     "optimizers",
-    "diagnostics",
-    "publishing",
     "engine",
+    "publishing",
     "runs",
+    "tuning",
+    "diagnostics",
     "publication",
     "config",
     "loading",
@@ -36,6 +37,7 @@ FORBIDDEN = {
     "losses": {"datasets", "accelerate", "opacus"},
     "curvature": {"datasets", "accelerate", "opacus"},
     "mechanism": {"datasets", "accelerate", "opacus", "transformers"},
+    "optimizers": {"datasets", "accelerate", "opacus", "transformers"},
     "privacy": {"torch", "numpy", "datasets", "transformers", "accelerate"},
 }
 

@@ -32,6 +32,11 @@ def test_plan_computes_epsilon_from_sigma(capsys):
     assert "2.101" in capsys.readouterr().out
 
 
+def test_plan_without_noise_says_that_epsilon_is_infinite(capsys):
+    assert main("plan --n 1000 --batch 10 --steps 5 --sigma 0".split()) == 0
+    assert "infinite from the first step on" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -85,6 +90,8 @@ def test_train_runs_a_yaml_file(checkpoint, tmp_path, capsys):
         per_device_train_batch_size=10,
         max_steps=2,
         target_epsilon=2.0,
+        target_delta="1e-5",
+        learning_rate="5e-4",
         rank="null",
         probe_batch_size=8,
         num_probe_batches=1,
@@ -105,6 +112,12 @@ def test_train_runs_a_yaml_file(checkpoint, tmp_path, capsys):
         ({"text_column": "body"}, "text_column='body' isn't a column"),
         ({"model": ""}, "model is missing"),
         ({"train_file": "absent.csv"}, "absent.csv doesn't exist"),
+        ({"train_file": "no/such-set"}, "'no/such-set' can't be loaded"),
+        ({"labels": "t0"}, "labels='t0'"),
+        ({"labels": "[t0]"}, "train_file holds classes"),
+        ({"learning_rate": "fast"}, "learning_rate='fast'"),
+        ({"max_steps": "many"}, "max_steps='many'"),
+        ({"lr_scheduler_type": "zigzag"}, "zigzag"),
     ],
 )
 def test_a_wrong_line_is_named(checkpoint, tmp_path, capsys, change, match):
@@ -120,3 +133,10 @@ def test_a_wrong_line_is_named(checkpoint, tmp_path, capsys, change, match):
     config = write_config(tmp_path / "c.yaml", **(lines | change))
     assert main(["train", config]) == 2
     assert match in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", "- a\n", "just words", "a: [", "\0"])
+def test_a_file_without_options_is_refused(tmp_path, capsys, text):
+    (tmp_path / "c.yaml").write_text(text)
+    assert main(["train", str(tmp_path / "c.yaml")]) == 2
+    assert "Way out:" in capsys.readouterr().err

@@ -31,8 +31,11 @@ def test_the_command_line_parses_every_option(tmp_path):
             "7",
             "--secure_rng",
             "true",
+            "--dp_optimizer",
+            "disk",
         ]
     )
+    assert args.dp_optimizer == "disk"
     assert (args.target_epsilon, args.kfac_approx, args.probe_refresh_steps) == (2.0, "expand", 7)
     assert args.secure_rng is True
 
@@ -88,6 +91,26 @@ def test_a_config_survives_to_dict(tmp_path):
         ({"accountant": "gdp"}, "accountant='gdp'"),
         ({"per_device_train_batch_size": 0}, "per_device_train_batch_size=0"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0"),
+        ({"clip_norm": "abc"}, "clip_norm='abc'"),
+        ({"clip_norm": None}, "clip_norm=None"),
+        ({"clip_norm": True}, "clip_norm=True"),
+        ({"rank": 2.5}, "rank=2.5"),
+        ({"damping": float("nan")}, "damping=nan"),
+        ({"probe": 3}, "probe=3"),
+        ({"probe_batch_size": []}, r"probe_batch_size=\[\]"),
+        ({"secure_rng": "perhaps"}, "secure_rng='perhaps'"),
+        ({"privacy_unit": None}, "privacy_unit=None"),
+        ({"public_dataset_size": 10.5}, "public_dataset_size=10.5"),
+        ({"dp_optimizer": "adam"}, "dp_optimizer='adam'"),
+        ({"adambc_floor": 0.0}, "adambc_floor=0.0"),
+        ({"disk_kappa": 0.0}, "disk_kappa=0.0"),
+        ({"disk_kappa": 1.1}, "disk_kappa=1.1"),
+        ({"disk_gamma": 0.0}, "disk_gamma=0.0"),
+        ({"disk_gamma": 1e-3}, "disk_gamma=0.001"),
+        ({"dp_optimizer": "disk", "max_grad_norm": 1.0}, "max_grad_norm=1.0"),
+        ({"dp_optimizer": "adambc", "max_grad_norm": 1.0}, "max_grad_norm=1.0"),
+        ({"dp_optimizer": "adambc", "optim": "sgd"}, "optim="),
+        ({"dp_optimizer": "adambc", "optim_args": "momentum=0.9"}, "optim_args="),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -96,6 +119,17 @@ def test_what_would_break_a_promise_is_refused_by_name(tmp_path, change, match):
         settings.config(tmp_path, **change)
     assert "Why:" in str(caught.value)
     assert "Way out:" in str(caught.value)
+
+
+def test_numbers_that_yaml_reads_as_strings_are_numbers(tmp_path):
+    """PyYAML takes 1e-5 for a string, and so does whoever reads a configuration with it."""
+    (tmp_path / "c.yaml").write_text(
+        f"output_dir: {tmp_path}\ntarget_epsilon: '2'\ntarget_delta: 1e-5\nrank: '8'\n"
+        "secure_rng: 'False'\n"
+    )
+    (args,) = HfArgumentParser(DPKFCConfig).parse_yaml_file(str(tmp_path / "c.yaml"))
+    assert (args.target_epsilon, args.target_delta, args.rank) == (2.0, 1e-5, 8)
+    assert args.secure_rng is False
 
 
 def test_both_epsilon_and_noise_are_refused(tmp_path):

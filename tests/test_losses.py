@@ -128,3 +128,17 @@ def test_left_padding_does_not_move_a_causal_loss():
         },
     )
     torch.testing.assert_close(plain, padded)
+
+
+def test_float_labels_of_a_single_label_head_are_refused_with_the_way_out():
+    loss = TaskLoss(Task.SINGLE_LABEL)
+    with pytest.raises(UnsupportedTaskError, match="problem_type"):
+        loss(models.build("bert"), {"labels": torch.zeros(2, 3)})
+
+
+@pytest.mark.parametrize(
+    ("task", "missing"), [(Task.SPAN, "start_positions"), (Task.CAUSAL_LM, "labels")]
+)
+def test_a_batch_without_targets_is_refused_by_their_name(task, missing):
+    with pytest.raises(UnsupportedTaskError, match=missing):
+        TaskLoss(task)(models.build("bert"), {"input_ids": torch.zeros(1, 2, dtype=torch.long)})

@@ -49,3 +49,11 @@ def test_the_results_are_those_of_the_committed_json(monkeypatch):
 def test_the_test_command_is_the_one_that_ci_calls():
     assert "$ make test\n" in README
     assert "make test\n" in (Path(__file__).parents[1] / ".ci/run").read_text()
+
+
+def test_every_claim_links_to_a_test_that_exists():
+    links = re.findall(r"\]\((tests/[^)#]+)(?:#(\w+))?\)", README)
+    assert len(links) > 20
+    for path, name in links:
+        source = (Path(__file__).parents[1] / path).read_text()
+        assert not name or f"def {name}(" in source, name

@@ -8,10 +8,12 @@ from pathlib import Path
 import processes
 import pytest
 import settings
+import test_distributed
 import torch
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
+from hf_dpkfc import engine
 from hf_dpkfc.errors import ConfigurationError, LedgerError
 
 STEPS = 12
@@ -23,30 +25,113 @@ OPTIONS = {
     "noise_multiplier": 1.0,
 }
 
+# Five kills, each after new steps, need room.
+LONGER = OPTIONS | {"max_steps": 2 * STEPS}
+
 pytestmark = pytest.mark.slow
+
+
+def never_killed(folder, options):
+    result = processes.run(folder / "run", options=options)
+    return result | {"ledger": (folder / "run/privacy_ledger.jsonl").read_bytes()}
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("whole")
-    result = processes.run(folder / "run", options=OPTIONS)
-    return result | {"ledger": (folder / "run/privacy_ledger.jsonl").read_bytes()}
+    return never_killed(tmp_path_factory.mktemp("whole"), OPTIONS)
 
 
-def test_kill_9_at_random_points_changes_nothing(tmp_path, uninterrupted):
-    """Killed four times: in a step, a checkpoint, a ledger write, wherever it happens to be."""
-    rng = random.Random(1)
+@pytest.fixture(scope="module")
+def longer_uninterrupted(tmp_path_factory):
+    return never_killed(tmp_path_factory.mktemp("longer"), LONGER)
+
+
+def assert_as_if_never_killed(folder, uninterrupted, options=OPTIONS):
+    result = processes.run(folder, "--resume", options=options)
+    assert isinstance(result, dict), result[-3000:]
+    assert result["weights"] == uninterrupted["weights"]
+    assert result["releases"] == options["max_steps"]
+    assert (folder / "privacy_ledger.jsonl").read_bytes() == uninterrupted["ledger"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_kill_9_at_random_points_changes_nothing(tmp_path, longer_uninterrupted, seed, figure):
+    """Killed five times each: in a step, a checkpoint, a ledger write, wherever it happens to be.
+
+    Each time one or two new steps are waited for, so that no kill strikes an idle process, and
+    then up to a few steps' time, so that it strikes anywhere inside of one.
+    """
+    rng = random.Random(seed)
     folder = tmp_path / "run"
     flags = []
-    for lines in (2, 5, 8, 11):
-        assert processes.run_and_kill(
-            folder, *flags, lines=lines, delay=rng.uniform(0, 0.05), options=OPTIONS
-        )
+    for _ in range(5):
+        lines = processes.ledger_lines(folder) + rng.randint(1, 2)
+        delay = rng.uniform(0, 0.05)
+        assert processes.run_and_kill(folder, *flags, lines=lines, delay=delay, options=LONGER)
         flags = ["--resume"]
-    result = processes.run(folder, "--resume", options=OPTIONS)
-    assert result["weights"] == uninterrupted["weights"]
-    assert result["releases"] == STEPS
-    assert (folder / "privacy_ledger.jsonl").read_bytes() == uninterrupted["ledger"]
+    assert_as_if_never_killed(folder, longer_uninterrupted, LONGER)
+    figure("5 of 5 kills")
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "ledger-line:1",
+        "ledger-line:6",
+        "ledger-head:1",
+        "ledger-head:7",
+        "checkpoint-preconditioner:1",
+        "checkpoint-preconditioner:2",
+        "checkpoint-state:2",
+    ],
+)
+def test_a_kill_inside_a_write_loses_no_charge_and_tears_no_file(
+    tmp_path, uninterrupted, place, figure
+):
+    folder = tmp_path / "run"
+    assert processes.run_until_killed(folder, place, options=OPTIONS)
+    assert_as_if_never_killed(folder, uninterrupted)
+    figure(f"{place} survived")
+
+
+def test_a_kill_during_a_push_publishes_nothing_by_halves(tmp_path, uninterrupted, hub, figure):
+    pushing = OPTIONS | {
+        "push_to_hub": True,
+        "hub_strategy": "every_save",
+        "hub_model_id": "tester/killed",
+    }
+    folder = tmp_path / "run"
+    assert processes.run_until_killed(folder, "push:2", options=pushing)
+    first = dict(hub.repos["tester/killed"].files)
+    assert {"README.md", "privacy_statement.json", "model.safetensors"} <= set(first)
+    assert len(hub.repos["tester/killed"].commits) == 1
+    assert_as_if_never_killed(folder, uninterrupted, pushing)
+    assert hub.repos["tester/killed"].files["model.safetensors"] != first["model.safetensors"]
+    figure("push: one whole commit, then resumed")
+
+
+def test_another_number_of_processes_is_charged(tmp_path):
+    """B is kept, 8 = 4 × 2; sums are rounded in another order, so nothing may be replayed."""
+    folder = interrupted(tmp_path)
+    lost = lost_steps(folder)
+    result = processes.run(
+        folder,
+        "--resume",
+        options=OPTIONS | {"per_device_train_batch_size": 4},
+        launcher=test_distributed.launcher(2),
+    )
+    assert isinstance(result, dict), result[-3000:]
+    assert (result["releases"], result["step"]) == (STEPS, STEPS - lost)
+
+
+def test_another_version_of_the_code_is_charged(tmp_path, monkeypatch):
+    options = {"save_strategy": "steps", "save_steps": 2}
+    with pytest.raises(KeyboardInterrupt):
+        settings.trainer(tmp_path, callbacks=[Interrupt()], **options).train()
+    monkeypatch.setattr(engine, "CODE_VERSION", "hf-dpkfc 99")
+    trainer = settings.trainer(tmp_path, **options)
+    trainer.train(resume_from_checkpoint=True)
+    assert [charge.step for charge in trainer._run.ledger.charges] == [0, 1, 2, 2]
 
 
 def interrupted(tmp_path, after=8):
@@ -227,3 +312,49 @@ def test_a_spent_budget_takes_no_further_step(tmp_path):
     saved = load_file(tmp_path / "checkpoint-2/model.safetensors")
     assert trainer._num_releases == 4
     assert all(torch.equal(saved[n], p) for n, p in trainer.model.named_parameters())
+
+
+DISK = OPTIONS | {"dp_optimizer": "disk", "save_steps": 4}
+
+
+def test_kill_9_under_disk_changes_nothing(tmp_path):
+    """The last update and the filter are part of a step: both come back from the checkpoint."""
+    whole = processes.run(tmp_path / "whole", options=DISK)
+    folder = tmp_path / "run"
+    assert processes.run_and_kill(folder, lines=8, delay=0.01, options=DISK)
+    assert (folder / "checkpoint-4/kalman_filter.safetensors").exists()
+    result = processes.run(folder, "--resume", options=DISK)
+    assert result["weights"] == whole["weights"]
+    assert result["releases"] == STEPS
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"disk_gamma": 0.6}, {"disk_kappa": 0.8}, {"dp_optimizer": None}],
+    ids=lambda change: next(iter(change)),
+)
+def test_another_filter_is_another_query_and_charged(tmp_path, change):
+    options = {"save_strategy": "steps", "save_steps": 2, "dp_optimizer": "disk"}
+    with pytest.raises(KeyboardInterrupt):
+        settings.trainer(tmp_path, callbacks=[Interrupt()], **options).train()
+    trainer = settings.trainer(tmp_path, **options | change)
+    trainer.train(resume_from_checkpoint=True)
+    assert [charge.step for charge in trainer._run.ledger.charges] == [0, 1, 2, 2]
+
+
+def test_a_lost_displacement_is_charged(tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 2, "dp_optimizer": "disk"}
+    with pytest.raises(KeyboardInterrupt):
+        settings.trainer(tmp_path, callbacks=[Interrupt()], **options).train()
+    (tmp_path / "checkpoint-2/kalman_filter.safetensors").unlink()
+    trainer = settings.trainer(tmp_path, **options)
+    trainer.train(resume_from_checkpoint=True)
+    assert [charge.step for charge in trainer._run.ledger.charges] == [0, 1, 2, 2]
+
+
+def test_adambc_resumes_to_the_same_weights(tmp_path):
+    options = OPTIONS | {"dp_optimizer": "adambc"}
+    whole = processes.run(tmp_path / "whole", options=options)
+    assert processes.run_and_kill(tmp_path / "run", lines=9, delay=0.01, options=options)
+    result = processes.run(tmp_path / "run", "--resume", options=options)
+    assert result["weights"] == whole["weights"]

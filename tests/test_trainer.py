@@ -24,10 +24,12 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_dpkfc import DPKFCConfig, DPKFCTrainer
+from hf_dpkfc import DPKFCConfig, DPKFCTrainer, engine
 from hf_dpkfc.errors import (
     ConfigurationError,
+    LedgerError,
     NeighbourError,
+    ProbeError,
     UnsupportedLayerError,
     UnsupportedTaskError,
 )
@@ -151,6 +153,16 @@ def test_the_same_seed_gives_the_same_start_and_other_noise(tmp_path):
     assert not torch.equal(*finals)
 
 
+def test_a_logical_step_draws_noise_exactly_once(tmp_path, monkeypatch):
+    """G5: many micro-batches, one draw."""
+    draws = []
+    real = engine.privatize
+    monkeypatch.setattr(engine, "privatize", lambda *args: draws.append(1) or real(*args))
+    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8}
+    settings.trainer(tmp_path, **options).train()
+    assert len(draws) == 4
+
+
 def test_the_first_preconditioner_does_not_depend_on_private_data(tmp_path):
     prints = []
     for seed in (1, 2):
@@ -210,6 +222,8 @@ def rows(**columns):
 
 def task_settings(task):
     tokenizer = tokenizers_zoo.build("bert")
+    # The tokenizer has more tokens than the model: a random replacement could be one of them.
+    masking = {"mask_replace_prob": 1.0, "random_replace_prob": 0.0}
     lm = DataCollatorForLanguageModeling
     return {
         Task.SINGLE_LABEL: (
@@ -242,7 +256,7 @@ def task_settings(task):
             rows(start_positions=lambda i: 1, end_positions=lambda i: 2),
             DefaultDataCollator(),
         ),
-        Task.MASKED_LM: (models.build("bert-mlm").float(), rows(), lm(tokenizer)),
+        Task.MASKED_LM: (models.build("bert-mlm").float(), rows(), lm(tokenizer, **masking)),
         Task.CAUSAL_LM: (models.build("gpt2").float(), rows(), lm(tokenizer, mlm=False)),
         "image": (
             models.build("vit").float(),
@@ -287,7 +301,11 @@ def test_an_unknown_head_is_refused_and_a_loss_of_ones_own_works(tmp_path):
             return self.inner(pixel_values)
 
     data = [{"pixel_values": torch.randn(2, 10, 10), "labels": i % 3} for i in range(40)]
-    options = {"probe": "public", "public_dataset": data, "data_collator": DefaultDataCollator()}
+    options = {
+        "probe": "public",
+        "public_dataset": data[:20],
+        "data_collator": DefaultDataCollator(),
+    }
     with pytest.raises(UnsupportedTaskError, match="per_example_loss"):
         settings.trainer(tmp_path / "a", Wrapper(), data, **options).train()
 
@@ -297,6 +315,13 @@ def test_an_unknown_head_is_refused_and_a_loss_of_ones_own_works(tmp_path):
     trainer = settings.trainer(tmp_path / "b", Wrapper(), data, per_example_loss=loss, **options)
     trainer.train()
     assert trainer.epsilon_spent() > 0
+
+    own = {"per_example_loss": loss, "data_collator": DefaultDataCollator()}
+    with pytest.raises(ProbeError, match="probe='public'"):
+        settings.trainer(tmp_path / "c", Wrapper(), data, **own).train()
+    plain = settings.trainer(tmp_path / "d", Wrapper(), data, preconditioner="none", **own)
+    plain.train()
+    assert plain.epsilon_spent() > 0
 
 
 def test_batch_losses_are_refused(tmp_path):
@@ -312,6 +337,27 @@ def test_batch_losses_are_refused(tmp_path):
         )
 
 
+def test_a_batch_loss_given_by_position_is_refused(tmp_path):
+    arguments = [None, settings.text_data(), None, None, None, lambda *_: 0]
+    with pytest.raises(ConfigurationError, match="per_example_loss"):
+        DPKFCTrainer(settings.bert(), settings.config(tmp_path), *arguments)
+
+
+def test_a_step_behind_the_ledgers_back_is_refused(tmp_path):
+    class Mine(DPKFCTrainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            return torch.zeros(())
+
+    trainer = Mine(
+        model=settings.bert(),
+        args=settings.config(tmp_path),
+        train_dataset=settings.text_data(),
+        processing_class=tokenizers_zoo.build("bert"),
+    )
+    with pytest.raises(LedgerError, match="taken without a release"):
+        trainer.train()
+
+
 def test_plain_training_arguments_are_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="DPKFCConfig"):
         DPKFCTrainer(model=settings.bert(), args=TrainingArguments(str(tmp_path)))
@@ -324,6 +370,64 @@ def test_a_stream_of_records_is_refused(tmp_path):
 
     with pytest.raises(ConfigurationError, match="random access"):
         settings.trainer(tmp_path, data=Stream())
+
+
+@pytest.mark.parametrize("data", [None, []])
+def test_training_on_nothing_is_refused(tmp_path, data):
+    trainer = settings.trainer(tmp_path, target_delta=None)
+    trainer.train_dataset = data
+    with pytest.raises(ConfigurationError, match="train_dataset is"):
+        trainer.train()
+
+
+def test_with_a_public_size_an_empty_set_trains_on_noise(tmp_path):
+    """Under add/remove it is the neighbour of a set of one: a refusal would tell them apart."""
+    trainer = settings.trainer(tmp_path, data=[], public_dataset_size=60)
+    trainer.train()
+    assert trainer.state.global_step == 4
+
+
+def test_the_training_set_is_no_public_set(tmp_path):
+    data = settings.text_data()
+    with pytest.raises(ConfigurationError, match="public_dataset is the train_dataset"):
+        settings.trainer(tmp_path, data=data, probe="public", public_dataset=data)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_model_with_gradient_checkpointing_is_refused(tmp_path, use_reentrant):
+    model = settings.bert()
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    with pytest.raises(ConfigurationError, match="gradient checkpointing"):
+        settings.trainer(tmp_path, model)
+
+
+@pytest.mark.parametrize("name", ["is_fsdp_enabled", "is_deepspeed_enabled"])
+def test_sharding_that_a_launcher_switches_on_is_refused(tmp_path, monkeypatch, name):
+    """``accelerate launch`` speaks through the environment, not through the options."""
+    trainer = settings.trainer(tmp_path)
+    monkeypatch.setattr(trainer, name, True)
+    with pytest.raises(ConfigurationError, match="DDP"):
+        trainer._refuse_launch()
+
+
+def test_float16_that_a_launcher_switches_on_is_refused(tmp_path, monkeypatch):
+    trainer = settings.trainer(tmp_path)
+    monkeypatch.setattr(trainer.accelerator.state, "_mixed_precision", "fp16")
+    with pytest.raises(ConfigurationError, match="fp16"):
+        trainer._refuse_launch()
+
+
+def test_a_model_in_bfloat16_trains(tmp_path):
+    trainer = settings.trainer(tmp_path, settings.bert().bfloat16())
+    trainer.train()
+    assert torch.isfinite(settings.weights(trainer.model)).all()
+
+
+def test_a_key_that_cannot_be_written_is_said(tmp_path):
+    (tmp_path / "file").write_text("")
+    trainer = settings.trainer(tmp_path / "out", privacy_key_path=str(tmp_path / "file" / "keys"))
+    with pytest.raises(ConfigurationError, match="privacy_key_path"):
+        trainer.train()
 
 
 def test_a_model_with_batch_norm_is_refused(tmp_path):
@@ -419,6 +523,27 @@ def test_evaluating_on_the_training_set_warns(tmp_path, warnings_of):
     metrics = trainer.evaluate(trainer.train_dataset)
     assert all(name.startswith(("unsafe_train", "epoch")) for name in metrics)
     assert "kept off the card" in warnings_of.text
+
+
+def test_training_records_are_unsafe_by_any_door(tmp_path, warnings_of):
+    """As one of several evaluation sets, and in predict()."""
+    data = settings.text_data()
+    held_out = settings.text_data(10, seed=5)
+    trainer = settings.trainer(tmp_path, data=data, eval_dataset={"own": data, "other": held_out})
+    names = set(trainer.evaluate())
+    assert {"unsafe_train_loss", "eval_other_loss"} <= names
+    assert not [name for name in names if "own" in name]
+    assert "unsafe_train_loss" in trainer.predict(data).metrics
+    trainer.train()
+    assert trainer._statement().logged_unsafe_metrics
+
+
+def test_training_records_evaluated_after_training_are_on_the_card(tmp_path):
+    trainer = settings.trainer(tmp_path)
+    trainer.train()
+    assert not trainer._statement().logged_unsafe_metrics
+    trainer.evaluate(trainer.train_dataset)
+    assert trainer._statement().logged_unsafe_metrics
 
 
 def test_evaluate_predict_and_metrics_behave_as_in_hf(tmp_path):
@@ -536,6 +661,39 @@ def test_search_says_what_tuning_costs(tmp_path, warnings_of):
     assert "2 trials on the same records spend" in warnings_of.text
     assert all((tmp_path / f"run-{i}" / "privacy_ledger.jsonl").exists() for i in range(2))
     assert [plan.epsilon for plan in trainer._spent] == pytest.approx([single, single])
+
+
+def searched(tmp_path, **options):
+    """A search over two trials, one for each of the given values."""
+    name, values = options.popitem()
+    trainer = settings.trainer(
+        tmp_path,
+        model_init=lambda: settings.bert(),
+        eval_dataset=settings.text_data(10, seed=3),
+        max_steps=1,
+        **options,
+    )
+    import optuna
+
+    trainer.hyperparameter_search(
+        hp_space=lambda trial: {name: trial.suggest_categorical(name, values)},
+        backend="optuna",
+        n_trials=len(values),
+        sampler=optuna.samplers.GridSampler({name: values}, seed=0),
+        compute_objective=lambda metrics: metrics["eval_loss"],
+    )
+    return trainer
+
+
+def test_each_trial_has_its_own_accumulation(tmp_path):
+    trainer = searched(tmp_path, gradient_accumulation_steps=[1, 3, 2])
+    batches = [plan.expected_batch_size for plan in trainer._spent]
+    assert sorted(batches) == [8, 16, 24]
+
+
+def test_a_trial_outside_an_options_range_is_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match="exactly one"):
+        searched(tmp_path, noise_multiplier=[1.0])
 
 
 def test_config_is_required_to_know_its_noise():

@@ -1,6 +1,7 @@
 """A private training as a process of its own, to be killed, resumed and launched several times.
 
     python train_script.py OUTPUT_DIR RESULT [--resume] [--data-seed N] [--option NAME=JSON]...
+                           [--kill-in PLACE:N]
 
 Only here the key is fixed (FIXED_KEY), so that two runs can be compared bit for bit.
 """
@@ -16,6 +17,7 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 import settings
 import torch
+from faults import kill_inside
 
 from hf_dpkfc.mechanism.randomness import SecretKey
 
@@ -29,7 +31,10 @@ def main():
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--data-seed", type=int, default=0)
     parser.add_argument("--option", action="append", default=[])
+    parser.add_argument("--kill-in", help="PLACE:N, a place of faults.py and which call of it")
     args = parser.parse_args()
+    if args.kill_in:
+        kill_inside(args.kill_in)
     SecretKey.generate = classmethod(lambda cls: FIXED_KEY)
     torch.set_num_threads(1)
     options = {n: json.loads(v) for n, v in (text.split("=", 1) for text in args.option)}

@@ -1,0 +1,225 @@
+"""compare.py: the same effort for every arm, one file per run, and nothing is done twice."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import compare
+import images
+import pytest
+import tables
+import torch
+from methods import GRIDS, METHODS, Setting
+from task import Task, Trials, final_path, options_of, tuning_path
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+RESULTS = RECIPES / "results"
+NUM_POINTS = len(GRIDS["sgd"])
+
+
+class CountedRecipe:
+    """A recipe whose runs are invented, and counted."""
+
+    name = "counted"
+    command = "python recipes/compare.py counted"
+
+    def task(self):
+        rows = images.noise_images(4, 1, seed=0)
+        return Task(
+            name="counted",
+            title="Counted",
+            train=rows,
+            validation=rows,
+            test=rows,
+            public=None,
+            build_model=torch.nn.Identity,
+            optimizer="sgd",
+            epochs=1,
+            batch_size=2,
+            micro_batch=2,
+            probe="pink",
+            trials=Trials(4, 1),
+        )
+
+
+def comparison(tmp_path, methods=("none", "synthetic"), seeds=(0, 1)):
+    arms = tuple(compare.Arm(method, 1.0) for method in methods)
+    return compare.Comparison(CountedRecipe(), arms, seeds, tmp_path)
+
+
+def invented(setting, accuracy):
+    return setting._asdict() | {"validation_accuracy": accuracy}
+
+
+def test_every_family_has_the_same_number_of_trials():
+    assert {len(set(grid)) for grid in GRIDS.values()} == {NUM_POINTS}
+
+
+def test_every_arm_is_tried_at_every_point_of_its_grid(tmp_path):
+    missing = list(comparison(tmp_path).missing_trials())
+    assert len(missing) == len(set(missing)) == 2 * NUM_POINTS
+
+
+def test_a_trial_that_is_there_is_not_made_again(tmp_path):
+    asked = comparison(tmp_path)
+    arm, setting = next(asked.missing_trials())
+    asked.save_trial(arm, invented(setting, 0.5))
+    assert (arm, setting) not in list(asked.missing_trials())
+    assert len(list(asked.missing_trials())) == 2 * NUM_POINTS - 1
+
+
+def test_trials_of_another_length_are_not_mixed_in(tmp_path):
+    asked = comparison(tmp_path)
+    arm, setting = next(asked.missing_trials())
+    asked.save_trial(arm, invented(setting, 0.5))
+    path = tuning_path(tmp_path, asked.task, arm.method, arm.epsilon)
+    tuning = json.loads(path.read_text())
+    path.write_text(json.dumps(tuning | {"settings": tuning["settings"] | {"steps": 99}}))
+    assert len(list(asked.missing_trials())) == 2 * NUM_POINTS
+
+
+def test_the_best_point_on_validation_is_chosen(tmp_path):
+    asked = comparison(tmp_path, methods=("none",))
+    for number, (arm, setting) in enumerate(list(asked.missing_trials())):
+        asked.save_trial(arm, invented(setting, 0.1 * (number == 4)))
+    assert asked.chosen(asked.arms[0]) == GRIDS["sgd"][4]
+
+
+def test_an_arm_is_not_run_before_its_grid_is_complete(tmp_path):
+    asked = comparison(tmp_path)
+    arm, setting = next(asked.missing_trials())
+    asked.save_trial(arm, invented(setting, 0.5))
+    with pytest.raises(AssertionError, match="isn't tuned yet"):
+        asked.chosen(arm)
+
+
+def test_a_run_that_is_there_is_not_made_again(tmp_path):
+    asked = comparison(tmp_path)
+    asked.save_run(asked.arms[0], 0, {"test_accuracy": 0.5})
+    assert list(asked.missing_runs()) == [
+        (asked.arms[1], 0),
+        (asked.arms[0], 1),
+        (asked.arms[1], 1),
+    ]
+
+
+def test_commands_hold_no_folder_of_this_machine():
+    recipe = compare.Recipe("mnist_cnn", ("--data-dir", "/somewhere/private", "--smoke"))
+    assert recipe.command == "python recipes/compare.py mnist_cnn --data-dir DIR --smoke"
+
+
+def fake_run(method, epsilon, seed, accuracy):
+    return {
+        "task_title": "Counted",
+        "method": method,
+        "title": METHODS[method].title.format(base="SGD", probe="pink"),
+        "epsilon": epsilon,
+        "seed": seed,
+        "test_accuracy": accuracy,
+        "command": f"python recipes/compare.py counted --methods {method} --seeds {seed}",
+    }
+
+
+def test_a_table_holds_mean_and_deviation_over_seeds(tmp_path):
+    for seed, accuracy in enumerate((0.5, 0.6, 0.7)):
+        run = fake_run("none", 1.0, seed, accuracy)
+        (tmp_path / f"none_eps1_seed{seed}.json").write_text(json.dumps(run))
+    table = tables.write(tmp_path, "Counted")
+    assert "| DP-SGD | 60.0 ± 10.0 | 3 |" in table
+    assert "(`python recipes/compare.py counted`):" in table
+    assert table in (tmp_path / "README.md").read_text()
+    assert (tmp_path / "accuracy.svg").read_text().startswith("<?xml")
+
+
+def num_settings(path):
+    trials = json.loads(path.read_text())["trials"]
+    return len({(trial["learning_rate"], trial["clip_norm"]) for trial in trials})
+
+
+@pytest.mark.parametrize("folder", sorted(RESULTS.glob("*/tuning")), ids=lambda p: p.parent.name)
+def test_every_committed_arm_of_a_task_got_the_same_number_of_trials(folder):
+    counts = {num_settings(path) for path in folder.glob("*.json")}
+    assert len(counts) == 1
+    assert min(counts) >= 6
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*/*_seed*.json")), ids=lambda p: p.stem)
+def test_every_committed_run_used_the_best_of_its_trials(path):
+    run = json.loads(path.read_text())
+    best = max(run["trials"], key=lambda trial: trial["validation_accuracy"])
+    assert (run["learning_rate"], run["clip_norm"]) == (best["learning_rate"], best["clip_norm"])
+
+
+@pytest.mark.parametrize("folder", tables.folders_in(RESULTS), ids=lambda path: path.name)
+def test_committed_tables_are_those_of_the_committed_json(folder):
+    runs = tables.runs_in(folder)
+    assert tables.markdown(runs, tables.title_of(runs)) in (folder / "README.md").read_text()
+
+
+def test_the_same_runs_give_the_same_plot(tmp_path):
+    (tmp_path / "none_eps1_seed0.json").write_text(json.dumps(fake_run("none", 1.0, 0, 0.5)))
+    drawn = []
+    for _ in range(2):
+        tables.write(tmp_path, "Counted")
+        drawn.append((tmp_path / "accuracy.svg").read_bytes())
+    assert drawn[0] == drawn[1]
+
+
+def test_a_row_without_results_says_how_to_make_them(tmp_path):
+    rows = tables.not_run_here(tmp_path)
+    assert "| not run here | `python recipes/compare.py cifar100_vit --epsilons 1 3 8` |" in rows
+    (tmp_path / "cifar100_full").mkdir()
+    run = fake_run("none", 1.0, 0, 0.5)
+    (tmp_path / "cifar100_full/none_eps1_seed0.json").write_text(json.dumps(run))
+    assert "cifar100_vit --epsilons 1 3 8" not in tables.not_run_here(tmp_path)
+
+
+@pytest.mark.parametrize("command", [row[2] for row in tables.NOT_RUN_HERE])
+def test_commands_of_rows_that_were_not_run_are_accepted(command):
+    name, *arguments = command.split()
+    module = importlib.import_module(name)
+    own = options_of(module).parse_known_args(arguments)[1]
+    asked = compare.parser().parse_args([name, *own])
+    assert all(epsilon > 0 for epsilon in asked.epsilons)
+
+
+def smoke_comparison(results):
+    options = ["--methods", "none", "--seeds", "0", "--smoke", "--results", str(results)]
+    return [sys.executable, str(RECIPES / "compare.py"), "mnist_cnn", *options]
+
+
+@pytest.mark.recipe
+@pytest.mark.slow
+def test_a_killed_comparison_goes_on_where_it_stopped(tmp_path):
+    path = tmp_path / "smoke_mnist/tuning/none_eps1.json"
+    process = subprocess.Popen(smoke_comparison(tmp_path), stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    before = json.loads(path.read_text())["trials"]
+    subprocess.run(smoke_comparison(tmp_path), check=True, capture_output=True)
+    after = json.loads(path.read_text())["trials"]
+    assert 0 < len(before) < len(after) == NUM_POINTS
+    assert all(trial in after for trial in before)
+    final = json.loads((tmp_path / "smoke_mnist/none_eps1_seed0.json").read_text())
+    assert final["trials"] == after
+    assert 0 < final["epsilon_spent"] <= 1
+
+
+def test_paths_of_different_runs_differ(tmp_path):
+    task = CountedRecipe().task()
+    paths = {final_path(tmp_path, task, m, e, s) for m in METHODS for e in (1, 3) for s in (0, 1)}
+    assert len(paths) == 4 * len(METHODS)
+
+
+def test_settings_are_pairs_of_rate_and_clip_norm():
+    assert all(isinstance(setting, Setting) for grid in GRIDS.values() for setting in grid)
