@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# One worker per core; a worker that runs dry takes tests from the other.
+PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 
-.PHONY: setup test test-all demo lint
+.PHONY: setup test test-slow test-all demo lint
 
 setup: $(STAMP)
 
@@ -16,10 +18,12 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 test: setup
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(PYTEST) -m "not slow and not gpu"
 
-test-all: setup
-	$(BIN)/python -m pytest -m "not gpu"
+test-slow: setup
+	$(PYTEST) -m "slow and not gpu"
+
+test-all: test test-slow
 
 demo: setup
 	$(BIN)/python recipes/quickstart.py

@@ -8,6 +8,8 @@ import statistics
 from collections import defaultdict
 from pathlib import Path
 
+import tables
+
 RESULTS = Path(__file__).parent / "results"
 README = Path(__file__).parents[1] / "README.md"
 START, END = "<!-- results -->", "<!-- /results -->"
@@ -20,7 +22,7 @@ TITLES = {
 
 def render() -> str:
     """The results block, markers included."""
-    parts = [START, *_accuracy(), *_throughput(), END]
+    parts = [START, *tables.all_tables(), *_accuracy(), *_throughput(), END]
     return "\n\n".join(parts)
 
 
@@ -37,7 +39,7 @@ def _accuracy() -> list[str]:
         f"| {max(run['epsilon_spent'] for run in runs):.2f} | {len(runs)} |"
         for arm, runs in by_arm.items()
     ]
-    title = "Rotten Tomatoes, MiniLM, HF's standard head on a frozen backbone, 30 steps of 256"
+    title = "The demo: Rotten Tomatoes, MiniLM, HF's standard head on a frozen backbone"
     header = ["| method | test accuracy | ε | seeds |", "|---|---|---|---|"]
     return [f"{title} (`{result['command']}`):", "\n".join(header + rows)]
 

@@ -1,0 +1,150 @@
+"""CIFAR-100 with a ViT- or DeiT-class checkpoint: 5 epochs, batch 256, AdamW.
+
+The paper fine-tunes end to end in its appendix and speaks of a frozen backbone with a head
+elsewhere: --train full and --train head are both here. CIFAR-10 is the public proxy, as there.
+--data cifar10 stands in under its own name. --model pretrained-here needs no Hub: a small ViT is
+first trained without privacy on a public split, 20,000 of CIFAR-10's training images, which are
+then no part of the private ones.
+
+    python recipes/cifar100_vit.py --method synthetic --epsilon 1
+    python recipes/cifar100_vit.py --data cifar10 --model pretrained-here --data-dir DIR
+    python recipes/compare.py cifar100_vit --train head --epsilons 1 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import images
+import torch
+import torch.nn.functional as F
+from offline import CACHE
+from task import Task, Trials, main
+from torch import Tensor
+from transformers import (
+    AutoModelForImageClassification,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+NUM_LABELS = {"cifar100": 100, "cifar10": 10}
+NUM_VALIDATION, NUM_PUBLIC = 5_000, 20_000
+RATE_SCALE = {"head": 3.0, "full": 0.3}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--data", choices=NUM_LABELS, default="cifar100")
+    parser.add_argument("--train", choices=RATE_SCALE, default="full")
+    parser.add_argument(
+        "--model", default="facebook/deit-tiny-patch16-224", help="id or 'pretrained-here'"
+    )
+
+
+def load(options: argparse.Namespace) -> Task:
+    rows = _split(options.data, "train", options).shuffled()
+    is_own = options.smoke or options.model == "pretrained-here"
+    public = rows.part(0, NUM_PUBLIC) if is_own else _split("cifar10", "train", options)
+    private = rows.part(len(rows) // 4 if options.smoke else NUM_PUBLIC) if is_own else rows
+    held_out = len(private) // 10 if options.smoke else NUM_VALIDATION
+    build = _own_model(options, public) if is_own else _checkpoint(options)
+    size = build().config.image_size
+    return Task(
+        name=("smoke_" if options.smoke else "") + f"{options.data}_{options.train}",
+        title=f"{options.data}, {options.model.split('/')[-1]}, {options.train}",
+        train=private.part(0, len(private) - held_out),
+        validation=private.part(len(private) - held_out),
+        test=_split(options.data, "test", options),
+        public=public.part(0, 10_000),
+        build_model=lambda: _frozen(build(), options.train),
+        optimizer="adamw",
+        epochs=1 if options.smoke else 5,
+        batch_size=64 if options.smoke else 256,
+        micro_batch=64,
+        probe="pink",
+        collator=Resized(size),
+        rate_scale=RATE_SCALE[options.train],
+        trials=Trials(300, 1) if options.smoke else Trials(10_000, 60),
+    )
+
+
+class Resized:
+    """Stacks images and enlarges them to the checkpoint's size, each by itself."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __call__(self, rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """One batch."""
+        batch = images.stack([{k: torch.as_tensor(v) for k, v in row.items()} for row in rows])
+        pixels = batch["pixel_values"]
+        if pixels.shape[-1] != self.size:
+            pixels = F.interpolate(pixels, self.size, mode="bilinear", antialias=True)
+        return batch | {"pixel_values": pixels}
+
+
+def _split(name: str, split: str, options: argparse.Namespace) -> images.Images:
+    if options.smoke:
+        return images.noise_images(800 if split == "train" else 200, 3, seed=len(split), size=32)
+    return images.load(name, split, options.data_dir)
+
+
+def _frozen(model: PreTrainedModel, mode: str) -> PreTrainedModel:
+    """With a new head under the current seed; the backbone trains in full mode only."""
+    torch.nn.init.trunc_normal_(model.classifier.weight, std=0.02)
+    torch.nn.init.zeros_(model.classifier.bias)
+    model.base_model.requires_grad_(mode == "full")
+    return model
+
+
+def _checkpoint(options: argparse.Namespace) -> Callable[[], PreTrainedModel]:
+    return lambda: AutoModelForImageClassification.from_pretrained(
+        options.model, num_labels=NUM_LABELS[options.data], ignore_mismatched_sizes=True
+    )
+
+
+def _own_model(options: argparse.Namespace, public: images.Images) -> Callable:
+    above = Path(tempfile.mkdtemp()) if options.smoke else CACHE.parent / "pretrained"
+    folder = above / f"{options.data}_vit"
+    if not folder.exists():
+        _pretrain(folder, public, NUM_LABELS[options.data], epochs=0.1 if options.smoke else 15)
+    return lambda: ViTForImageClassification.from_pretrained(folder)
+
+
+def _pretrain(folder: Path, public: images.Images, num_labels: int, epochs: float) -> None:
+    """Without privacy, on public images alone."""
+    config = ViTConfig(
+        image_size=32,
+        patch_size=4,
+        hidden_size=128,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        intermediate_size=256,
+        num_labels=num_labels,
+    )
+    arguments = TrainingArguments(
+        output_dir=str(folder.with_suffix(".training")),
+        per_device_train_batch_size=128,
+        num_train_epochs=epochs,
+        learning_rate=1e-3,
+        warmup_steps=100,
+        weight_decay=0.05,
+        save_strategy="no",
+        report_to="none",
+    )
+    model = ViTForImageClassification(config)
+    trainer = Trainer(model, arguments, train_dataset=public, data_collator=images.stack)
+    with contextlib.redirect_stdout(sys.stderr):  # standard output is for the result
+        trainer.train()
+    model.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    main(sys.modules[__name__])

@@ -1,0 +1,85 @@
+"""The arms of every comparison: a method is a set of DPKFCConfig options, with a grid to tune on.
+
+Every arm gets one short trial for each point of its grid, and nothing else is tuned. The grids
+differ by optimizer family only, because SGD's step is proportional to the gradient and Adam's
+isn't; all have six points.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, NamedTuple
+
+
+class Setting(NamedTuple):
+    """What is tuned."""
+
+    learning_rate: float
+    clip_norm: float
+
+    def scaled(self, rate_scale: float) -> Setting:
+        """With another learning rate, in three digits so that it prints as it compares."""
+        return self._replace(learning_rate=float(f"{self.learning_rate * rate_scale:.3g}"))
+
+
+def _sgd_grid(steps: list[float], clip_norms: list[float]) -> tuple[Setting, ...]:
+    """Points along SGD's ridge: where everything is clipped, only lr·C matters."""
+    return tuple(Setting(step / clip, clip) for clip, step in product(clip_norms, steps))
+
+
+def _adam_grid(rates: list[float], clip_norms: list[float]) -> tuple[Setting, ...]:
+    """Adam's step doesn't scale with the gradient, so lr and C are independent."""
+    return tuple(Setting(rate, clip) for clip, rate in product(clip_norms, rates))
+
+
+# By optimizer family. lr·C for SGD with momentum 0.9, lr for the others.
+GRIDS: Mapping[str, tuple[Setting, ...]] = {
+    "sgd": _sgd_grid([0.1, 0.3, 1.0], [0.25, 2.0]),
+    "adamw": _adam_grid([3e-4, 1e-3, 3e-3], [0.1, 1.0]),
+    "adambc": _adam_grid([1e-3, 3e-3, 1e-2], [0.1, 1.0]),
+}
+
+
+@dataclass(frozen=True)
+class Method:
+    """One arm.
+
+    Attributes:
+        title: Its row in the table; ``{base}`` is SGD or Adam, ``{probe}`` pink or Zipf.
+        options: DPKFCConfig options that make it.
+        needs_public: Whether the probes are public records.
+    """
+
+    title: str
+    options: Mapping[str, Any]
+    needs_public: bool = False
+
+    def family(self, optimizer: str) -> str:
+        """Which grid it is tuned on, in a task that trains with this optimizer."""
+        return "adambc" if self.options.get("dp_optimizer") == "adambc" else optimizer
+
+
+NO_GEOMETRY = {"preconditioner": "none"}
+
+METHODS: Mapping[str, Method] = {
+    "none": Method("DP-{base}", NO_GEOMETRY),
+    "disk": Method("DiSK", NO_GEOMETRY | {"dp_optimizer": "disk"}),
+    "adambc": Method("DP-AdamBC", NO_GEOMETRY | {"dp_optimizer": "adambc"}),
+    "adadps-public": Method(
+        "AdaDPS (public)", {"preconditioner": "diagonal", "probe": "public"}, needs_public=True
+    ),
+    "adadps-synthetic": Method("AdaDPS ({probe})", {"preconditioner": "diagonal", "probe": "auto"}),
+    "public": Method(
+        "Public DP-KFC", {"preconditioner": "kfac", "probe": "public"}, needs_public=True
+    ),
+    "synthetic": Method("Synthetic DP-KFC", {"preconditioner": "kfac", "probe": "auto"}),
+    "synthetic-adambc": Method(
+        "Synthetic DP-KFC + DP-AdamBC",
+        {"preconditioner": "kfac", "probe": "auto", "dp_optimizer": "adambc"},
+    ),
+    "oracle": Method(
+        "Oracle DP-KFC (ε not claimed)", {"preconditioner": "kfac", "probe": "oracle"}
+    ),
+}

@@ -1,0 +1,204 @@
+"""What a probe is worth in accuracy: a linear head on frozen features, every arm tuned alike.
+
+Features are the CLS token of MiniLM's last layer on Rotten Tomatoes; each arm's preconditioner
+comes from those of its own sequences. Every arm gets twelve trials on validation sentences, four
+learning rates by three dampings (three clip norms where there is nothing to damp), and its best
+setting is then tested with several seeds.
+
+    python recipes/probe_accuracy.py --epsilon 1 --seeds 5
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import offline
+import torch
+import torch.nn.functional as F
+from probe_alignment import RESULTS, load_model, load_text, text_batches
+from torch import Tensor, nn
+from transformers import AutoTokenizer
+
+from hf_dpkfc import (
+    CurvatureOptions,
+    Preconditioner,
+    PrivacyPlan,
+    PublicDataProbe,
+    fit_preconditioner,
+)
+from hf_dpkfc.core import (
+    Clipper,
+    CustomLoss,
+    PoissonSampler,
+    SecretKey,
+    StepRandomness,
+    inspect_model,
+    privatize,
+)
+from hf_dpkfc.curvature.catalogue import ProbeOptions, build_probe
+
+MAX_LENGTH = 40
+BATCH, STEPS, DELTA = 256, 60, 1e-5
+NUM_TRAIN, NUM_HELD_OUT, NUM_PROBES = 5000, 1000, 640
+LEARNING_RATES = (0.003, 0.01, 0.03, 0.1)
+DAMPINGS = (0.03, 0.3, 1.0)
+CLIP_NORMS = (0.1, 1.0, 10.0)
+
+
+@dataclass(frozen=True)
+class Features:
+    """Frozen features with labels."""
+
+    x: Tensor
+    y: Tensor
+
+    def part(self, start: int, count: int) -> Features:
+        """A range of the records."""
+        return Features(self.x[start : start + count], self.y[start : start + count])
+
+
+@torch.no_grad()
+def extract(backbone: nn.Module, batches: Iterable[dict[str, Tensor]]) -> Features:
+    """CLS tokens of the last layer, in a fixed random order."""
+    found = [
+        (backbone(**{k: v for k, v in batch.items() if k != "labels"}), batch["labels"])
+        for batch in batches
+    ]
+    x = torch.cat([outputs.last_hidden_state[:, 0] for outputs, _ in found])
+    y = torch.cat([labels for _, labels in found])
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    return Features(x[order], y[order])
+
+
+class Head(nn.Module):
+    """A linear classifier that starts at zero."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, 2)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        """Logits."""
+        return self.linear(x)
+
+
+LOSS = CustomLoss(
+    lambda logits, inputs: F.cross_entropy(logits, inputs["labels"], reduction="none")
+)
+
+
+def preconditioner_of(found: Features | None, damping: float) -> Preconditioner:
+    """From the features of an arm's sequences; the identity without any."""
+    if found is None:
+        return Preconditioner.identity()
+    rows = list(zip(found.x, found.y, strict=True))
+
+    def collate(chosen: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+        x, y = zip(*chosen, strict=True)
+        return {"x": torch.stack(x), "labels": torch.stack(y)}
+
+    options = CurvatureOptions(damping=damping, rank=None)
+    head = Head(found.x.shape[1])
+    return fit_preconditioner(head, PublicDataProbe(rows, collate), options, per_example_loss=LOSS)
+
+
+def accuracy(
+    train: Features, test: Features, geometry: Preconditioner, rate: float, clip: float, plan
+) -> float:
+    """Test accuracy after one private run with DP-Adam; its noise is fresh."""
+    head = Head(train.x.shape[1])
+    clipper = Clipper(head, inspect_model(head), geometry, LOSS, clip)
+    sampler = PoissonSampler(len(train.x), plan.sampling_rate, BATCH)
+    parameters, key = dict(head.named_parameters()), SecretKey.generate()
+    optimizer = torch.optim.Adam(parameters.values(), lr=rate)
+    for step in range(plan.steps):
+        randomness = StepRandomness(key, step, b"benchmark")
+        parts = [
+            ({"x": train.x[at], "labels": train.y[at]}, len(at))
+            for at in sampler.micro_batches(randomness)
+        ]
+        private = privatize(clipper.sum_of(parts), plan.noise_multiplier, BATCH, randomness)
+        for name, gradient in private.items():
+            parameters[name].grad = gradient
+        optimizer.step()
+    with torch.no_grad():
+        return float((head(test.x, test.y).argmax(1) == test.y).double().mean())
+
+
+def tuned(arm: Features | None, train: Features, validation: Features, plan) -> tuple:
+    """The best of twelve settings (validation accuracy, rate, damping, clip norm)."""
+    shapes = [(1.0, c) for c in CLIP_NORMS] if arm is None else [(d, 1.0) for d in DAMPINGS]
+    trials = []
+    for (damping, clip), rate in itertools.product(shapes, LEARNING_RATES):
+        geometry = preconditioner_of(arm, damping)
+        trials.append(
+            (accuracy(train, validation, geometry, rate, clip, plan), rate, damping, clip)
+        )
+    return max(trials)
+
+
+def arms(backbone: nn.Module, model: nn.Module, tokenizer, train: Features) -> dict:
+    """Sequences' features by arm; None is plain DP-Adam."""
+    found: dict[str, Features | None] = {"none": None}
+    for name in ("uniform", "zipf", "structured"):
+        probe = build_probe(ProbeOptions(name, max_length=MAX_LENGTH), model, tokenizer)
+        generator = torch.Generator().manual_seed(0)
+        found[name] = extract(backbone, probe.batches(NUM_PROBES // 64, 64, generator))
+    public = text_batches(load_text("imdb"), tokenizer, 0, NUM_PROBES, MAX_LENGTH)
+    return found | {"public": extract(backbone, public), "oracle": train.part(0, NUM_PROBES)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--epsilon", type=float, default=1.0)
+    parser.add_argument("--seeds", type=int, default=5, help="test runs per arm")
+    args = parser.parse_args()
+    checkpoint = str(offline.minilm())
+    tokenizer, model = AutoTokenizer.from_pretrained(checkpoint), load_model(checkpoint).eval()
+    backbone, count = model.base_model, NUM_TRAIN + 2 * NUM_HELD_OUT
+    batches = text_batches(load_text("rotten_tomatoes"), tokenizer, 0, count, MAX_LENGTH)
+    records = extract(backbone, batches)
+    train = records.part(0, NUM_TRAIN)
+    validation = records.part(NUM_TRAIN, NUM_HELD_OUT)
+    test = records.part(NUM_TRAIN + NUM_HELD_OUT, NUM_HELD_OUT)
+    plan = PrivacyPlan.calibrated(
+        args.epsilon,
+        clip_norm=1.0,
+        expected_batch_size=BATCH,
+        dataset_size=NUM_TRAIN,
+        steps=STEPS,
+        delta=DELTA,
+    )
+    results = {}
+    for name, found in arms(backbone, model, tokenizer, train).items():
+        best, rate, damping, clip = tuned(found, train, validation, plan)
+        geometry = preconditioner_of(found, damping)
+        runs = [accuracy(train, test, geometry, rate, clip, plan) for _ in range(args.seeds)]
+        results[name] = {
+            "validation": best,
+            "learning_rate": rate,
+            "damping": damping,
+            "clip_norm": clip,
+            "test": runs,
+        }
+        mean, deviation = 100 * statistics.mean(runs), 100 * statistics.stdev(runs)
+        print(
+            f"{name:10} {mean:.1f} ± {deviation:.1f}  (rate {rate}, {damping=}, {clip=})",
+            flush=True,
+        )
+    command = f"python recipes/probe_accuracy.py --epsilon {args.epsilon:g} --seeds {args.seeds}"
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    path = RESULTS / "accuracy" / f"minilm_head_epsilon_{args.epsilon:g}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"command": command, "arms": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

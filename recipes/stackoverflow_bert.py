@@ -1,0 +1,118 @@
+"""Text classification with a BERT-class encoder: StackOverflow, or what stands in for it offline.
+
+--data stackoverflow: questions of mikex86/stackoverflow-posts, streamed from the Hub, in two tasks:
+`--task tags` (main tag among a fixed public list) and `--task next-word` (the word that follows a
+context of fixed length, among a fixed public list). The StackOverflow task of the paper's public
+code makes its label from the text's length, which the input shows; it isn't repeated here.
+--data complaints (consumer finance narratives, 8 products) and --data rotten_tomatoes (sentiment)
+need no Hub and stand under their own names.
+
+--train head (default, as in the paper) trains HF's classifier on the pooled CLS token of a frozen
+backbone; lora adds rank-8 adapters to query and value; full trains everything. Batch 64 and
+AdamW for StackOverflow as in the paper; batch 256 for the stand-ins, which have fewer records.
+
+    python recipes/stackoverflow_bert.py --task tags --method synthetic --epsilon 1
+    python recipes/stackoverflow_bert.py --data complaints --model minilm --data-dir DIR
+    python recipes/compare.py stackoverflow_bert --data complaints --model minilm --data-dir DIR \
+        --train head --methods none synthetic public oracle --epsilons 1 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import offline
+import texts
+from encoders import (
+    Collator,
+    FrozenForSequenceClassification,
+    builder,
+    effective_rank,
+    featurised,
+    tiny_checkpoint,
+    tokenized,
+)
+from task import Task, Trials, main
+from transformers import AutoTokenizer
+
+# By mode: epochs, and what the learning rates of the grid are multiplied with.
+EPOCHS = {"head": 20, "lora": 3, "full": 3}
+RATE_SCALE = {"head": 100.0, "lora": 1.0, "full": 0.1}
+TRIALS = {"head": Trials(10_000, 200), "lora": Trials(10_000, 12), "full": Trials(10_000, 12)}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    sources = ("stackoverflow", "complaints", "rotten_tomatoes")
+    parser.add_argument("--data", choices=sources, default="stackoverflow")
+    parser.add_argument("--task", choices=("tags", "next-word"), default="tags")
+    parser.add_argument("--train", choices=EPOCHS, default="head")
+    parser.add_argument("--model", default="google-bert/bert-base-uncased", help="id or 'minilm'")
+    parser.add_argument("--length", type=int, help="tokens; default 128, or 64 for stand-ins")
+    parser.add_argument("--epochs", type=int, help="default by mode: 20 head, 3 lora, 3 full")
+
+
+def load(options: argparse.Namespace) -> Task:
+    is_paper = options.data == "stackoverflow"
+    length = 16 if options.smoke else options.length or (128 if is_paper else 64)
+    epochs = 1 if options.smoke else options.epochs or (5 if is_paper else EPOCHS[options.train])
+    data = _texts(options)
+    checkpoint = tiny_checkpoint() if options.smoke else _checkpoint(options)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    build_model = builder(checkpoint, data.num_labels, options.train)
+    splits = {
+        name: tokenized(tokenizer, *zip(*getattr(data, name), strict=True), length)
+        for name in ("train", "validation", "test")
+    }
+    splits["public"] = tokenized(tokenizer, data.public, [0] * len(data.public), length)
+    collate, measured = Collator(tokenizer), {}
+    if options.train == "head":
+        frozen = build_model()
+        assert isinstance(frozen, FrozenForSequenceClassification)
+        cache = None if options.smoke else options.model
+        splits = {n: featurised(rows, frozen, collate, cache) for n, rows in splits.items()}
+        measured = {"effective_rank_of_head_inputs": effective_rank(splits["test"].inputs)}
+    subject = options.data + (f"-{options.task}" if is_paper else "")
+    return Task(
+        name=("smoke_" if options.smoke else "") + f"{subject}_{options.train}",
+        title=f"{subject}, {options.model.split('/')[-1]}, {options.train}, T {length}, "
+        f"{epochs} epochs of {len(splits['train']):,}",
+        **splits,
+        build_model=build_model,
+        optimizer="adamw",
+        epochs=epochs,
+        batch_size=64 if is_paper or options.smoke else 256,
+        micro_batch=64 if is_paper or options.smoke or options.train != "head" else 256,
+        probe="Zipf",
+        collator=collate,
+        processor=tokenizer,
+        rate_scale=RATE_SCALE[options.train],
+        trials=Trials(300, 1) if options.smoke else TRIALS[options.train],
+        # A frozen backbone's factors don't change while the head trains.
+        options={"probe_max_length": length, "probe_refresh_steps": 1000}
+        if options.train == "head"
+        else {"probe_max_length": length},
+        measure=lambda _: measured,
+    )
+
+
+def _texts(options: argparse.Namespace) -> texts.Texts:
+    if options.smoke:
+        return texts.made_up(num_labels=2)
+    if options.data == "stackoverflow":
+        return texts.stackoverflow(options.task)
+    return {"complaints": texts.complaints, "rotten_tomatoes": texts.rotten_tomatoes}[options.data](
+        options.data_dir
+    )
+
+
+def _checkpoint(options: argparse.Namespace) -> str:
+    if options.model != "minilm":
+        return options.model
+    local = Path(options.data_dir or ".") / "minilm"
+    return str(local if local.exists() else offline.minilm())
+
+
+if __name__ == "__main__":
+    main(sys.modules[__name__])

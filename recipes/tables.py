@@ -1,0 +1,199 @@
+"""Renders a task's table (mean ± standard deviation over seeds) and ε–accuracy plot from its JSON.
+
+python recipes/tables.py renders every task again, without running anything.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from methods import METHODS
+
+RESULTS = Path(__file__).parent / "results"
+
+# What hasn't been run on this project's machine, which has no data for it or hasn't had the time:
+# folder of results, subject, command.
+NOT_RUN_HERE = (
+    ("mnist", "MNIST, the paper's CNN", "mnist_cnn --data-dir DIR --epsilons 1 3 8 --jobs 2"),
+    (
+        "fashion_mnist",
+        "FashionMNIST ← MNIST, the paper's CNN",
+        "fashion_transfer --data-dir DIR --epsilons 1 3 8 --jobs 2",
+    ),
+    *(
+        (
+            f"{data}_{mode}",
+            f"{title}, MiniLM, {mode}",
+            f"stackoverflow_bert --data {data} --model minilm --train {mode} --data-dir DIR "
+            f"--methods none synthetic public oracle --epsilons {epsilons}",
+        )
+        for data, title, mode, epsilons in (
+            ("complaints", "Consumer complaints", "lora", "1 3"),
+            ("rotten_tomatoes", "Rotten Tomatoes", "lora", "3"),
+            ("rotten_tomatoes", "Rotten Tomatoes", "full", "3"),
+        )
+    ),
+    (
+        "pathmnist",
+        "PathMNIST ← MNIST, the paper's CNN",
+        "fashion_transfer --target path --data-dir DIR --epsilons 1",
+    ),
+    ("cifar100_full", "CIFAR-100, DeiT-tiny, end to end", "cifar100_vit --epsilons 1 3 8"),
+    ("cifar100_head", "CIFAR-100, DeiT-tiny, head", "cifar100_vit --train head --epsilons 1 3 8"),
+    (
+        "stackoverflow-tags_head",
+        "StackOverflow, main tag, BERT-base, head (public proxy AG News)",
+        "stackoverflow_bert --task tags --epsilons 1 3 8",
+    ),
+    (
+        "stackoverflow-next-word_head",
+        "StackOverflow, next word, BERT-base, head (public proxy AG News)",
+        "stackoverflow_bert --task next-word --epsilons 1 3 8",
+    ),
+)
+
+Runs = Mapping[tuple[str, float], list[dict[str, Any]]]
+
+
+def runs_in(folder: Path) -> Runs:
+    """Final runs by method and ε."""
+    runs = defaultdict(list)
+    for path in sorted(folder.glob("*_seed*.json")):
+        run = json.loads(path.read_text())
+        runs[run["method"], run["epsilon"]].append(run)
+    return runs
+
+
+def markdown(runs: Runs, title: str) -> str:
+    """One row per method that was run, one column per ε."""
+    epsilons = sorted({epsilon for _, epsilon in runs})
+    methods = [method for method in METHODS if any(method == m for m, _ in runs)]
+    header = ["method", *(f"ε = {epsilon:g}" for epsilon in epsilons), "seeds"]
+    rows = [
+        [
+            _title(runs, method),
+            *(_cell(runs, method, epsilon) for epsilon in epsilons),
+            "/".join(str(len(runs[method, e])) for e in epsilons if (method, e) in runs),
+        ]
+        for method in methods
+    ]
+    lines = ["| " + " | ".join(row) + " |" for row in [header, *rows]]
+    lines.insert(1, "|" + "---|" * len(header))
+    caption = f"{title}{_rank_note(runs)}. Test accuracy, % (`{_command(runs)}`):"
+    return caption + "\n\n" + "\n".join(lines)
+
+
+def _command(runs: Runs) -> str:
+    """What made the table; the runs' own commands name one arm each."""
+    return next(iter(runs.values()))[0]["command"].partition(" --methods")[0]
+
+
+def _rank_note(runs: Runs) -> str:
+    """How many directions a head's inputs have: with few, there is much to gain by geometry."""
+    ranks = {run.get("effective_rank_of_head_inputs") for rs in runs.values() for run in rs}
+    known = sorted(rank for rank in ranks if rank is not None)
+    return f" (effective rank of the head's inputs {known[0]:.1f})" if known else ""
+
+
+def _cell(runs: Runs, method: str, epsilon: float) -> str:
+    key = (method, epsilon)
+    return spread(_accuracies(runs[key])) if key in runs else "–"
+
+
+def spread(values: list[float]) -> str:
+    """Mean ± standard deviation, of several; a single value alone."""
+    if len(values) == 1:
+        return f"{values[0]:.1f}"
+    return f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}"
+
+
+def plot(runs: Runs, title: str, path: Path) -> None:
+    """ε against test accuracy, with one standard deviation."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    matplotlib.rcParams["svg.hashsalt"] = "hf_dpkfc"  # the same runs give the same file
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    for method in METHODS:
+        epsilons = sorted(e for m, e in runs if m == method)
+        if not epsilons:
+            continue
+        values = [_accuracies(runs[method, e]) for e in epsilons]
+        means = [statistics.mean(v) for v in values]
+        deviations = [statistics.stdev(v) if len(v) > 1 else 0.0 for v in values]
+        label = _title(runs, method)
+        axes.errorbar(epsilons, means, deviations, marker="o", capsize=3, label=label)
+    axes.set(xlabel="ε", ylabel="test accuracy, %", title=title, xscale="log")
+    ticks = sorted({epsilon for _, epsilon in runs})
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+    axes.legend(fontsize="small")
+    figure.savefig(path, metadata={"Date": None})
+
+
+def write(folder: Path, title: str) -> str:
+    """Write README.md and accuracy.svg beside the JSON, and return the table."""
+    runs = runs_in(folder)
+    if not runs:
+        return f"{folder.name}: no runs yet"
+    table = markdown(runs, title)
+    (folder / "README.md").write_text(f"# {folder.name}\n\n{table}\n\n![accuracy](accuracy.svg)\n")
+    plot(runs, title, folder / "accuracy.svg")
+    return table
+
+
+def not_run_here(results: Path = RESULTS) -> str:
+    """Rows without results here, each with the command that makes them."""
+    rows = [
+        f"| {subject} | not run here | `python recipes/compare.py {command}` |"
+        for folder, subject, command in NOT_RUN_HERE
+        if not any((results / folder).glob("*_seed*.json"))
+    ]
+    return "\n".join(["| task | test accuracy | command |", "|---|---|---|", *rows])
+
+
+def all_tables(results: Path = RESULTS) -> list[str]:
+    """Every task's table, then what wasn't run."""
+    parts = []
+    for folder in folders_in(results):
+        runs = runs_in(folder)
+        parts += [markdown(runs, title_of(runs)), f"![{folder.name}]({_plot_link(folder)})"]
+    return [*parts, not_run_here(results)]
+
+
+def folders_in(results: Path) -> list[Path]:
+    """Folders of tasks with final runs."""
+    return sorted({path.parent for path in results.glob("*/*_seed*.json")})
+
+
+def title_of(runs: Runs) -> str:
+    """The task's, as its runs have it."""
+    return next(iter(runs.values()))[0]["task_title"]
+
+
+def _plot_link(folder: Path) -> str:
+    return f"recipes/results/{folder.name}/accuracy.svg"
+
+
+def _title(runs: Runs, method: str) -> str:
+    return next(rs[0]["title"] for (m, _), rs in runs.items() if m == method)
+
+
+def _accuracies(runs: Iterable[Mapping[str, Any]]) -> list[float]:
+    return [100 * run["test_accuracy"] for run in runs]
+
+
+def main() -> None:
+    for folder in folders_in(RESULTS):
+        print(write(folder, title_of(runs_in(folder))) + "\n")
+    print(not_run_here())
+
+
+if __name__ == "__main__":
+    main()
