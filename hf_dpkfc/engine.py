@@ -108,6 +108,7 @@ class Query:
         dataset: The private records.
         collate: From records to model inputs on the model's device.
         max_micro_batch: Most examples that a process handles at once.
+        length_of: From an index to its record's tokens; None where lengths don't matter.
     """
 
     model: nn.Module
@@ -117,6 +118,7 @@ class Query:
     dataset: Sequence[Any]
     collate: Callable[[list[Any]], Mapping[str, Any]]
     max_micro_batch: int
+    length_of: Callable[[int], int] | None = None
 
 
 @dataclass(frozen=True)
@@ -309,7 +311,7 @@ class PrivateRun:
             self.peers.rank,
             self.peers.world_size,
         )
-        for indices in sampler.micro_batches(randomness):
+        for indices in sampler.micro_batches(randomness, self.query.length_of):
             inputs = self.query.collate([self.query.dataset[i] for i in indices])
             _update(content, ((k, v) for k, v in inputs.items() if isinstance(v, Tensor)))
             yield inputs, len(indices)

@@ -90,6 +90,21 @@ class Collate:
         return {name: value for name, value in record.items() if name in self.columns}
 
 
+def lengths_of(dataset: Sequence[Any]) -> Callable[[int], int] | None:
+    """From an index to the number of its record's tokens; None where records hold none."""
+    if not len(dataset) or not _num_tokens(dataset[0]):
+        return None
+    return lambda index: _num_tokens(dataset[index])
+
+
+def _num_tokens(record: Any) -> int:
+    """Zero where there are none; a record that is malformed is the collator's to refuse."""
+    try:
+        return len(record["input_ids"])
+    except (TypeError, KeyError, IndexError):
+        return 0
+
+
 def used_columns(model: nn.Module, label_names: Sequence[str]) -> frozenset[str]:
     """The columns that ``remove_unused_columns`` leaves: the model's arguments and its labels."""
     arguments = inspect.signature(unwrapped(model).forward).parameters

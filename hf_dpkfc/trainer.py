@@ -6,6 +6,7 @@ import copy
 import math
 import os
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,7 +43,7 @@ from hf_dpkfc.errors import (
 )
 from hf_dpkfc.layers.layout import accumulation_dtype
 from hf_dpkfc.layers.routes import inspect_model
-from hf_dpkfc.loading import Collate, logical_steps, neighbours, used_columns
+from hf_dpkfc.loading import Collate, lengths_of, logical_steps, neighbours, used_columns
 from hf_dpkfc.losses import CustomLoss, TaskLoss, task_of
 from hf_dpkfc.mechanism.independence import check_independence
 from hf_dpkfc.mechanism.randomness import SecretKey
@@ -565,6 +566,7 @@ class DPKFCTrainer(Trainer):
             dataset=self.train_dataset,
             collate=self._collate(),
             max_micro_batch=self.args.per_device_train_batch_size,
+            length_of=lengths_of(self.train_dataset),
         )
 
     def _loss(self) -> CustomLoss | TaskLoss:
@@ -641,6 +643,16 @@ class DPKFCTrainer(Trainer):
                 self._finished.save(self._files.folder)
             self._files.keys.destroy()
         self._run.close()
+        self._leave_together()
+
+    def _leave_together(self) -> None:
+        """No process returns from ``train()`` before the statement is on disk."""
+        if self.args.world_size == 1:
+            return
+        self.accelerator.wait_for_everyone()
+        # gloo's threads want the GIL to let go of the last collective's tensors. If the interpreter
+        # exits first, they abort the process, and the launcher kills rank 0 while it saves.
+        time.sleep(0.1)
 
     # ---- Publishing ----
 

@@ -22,9 +22,11 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 import offline
 import texts
+import torch
 from encoders import (
     Collator,
     FrozenForSequenceClassification,
@@ -89,12 +91,18 @@ def load(options: argparse.Namespace) -> Task:
         processor=tokenizer,
         rate_scale=RATE_SCALE[options.train],
         trials=Trials(300, 1) if options.smoke else TRIALS[options.train],
-        # A frozen backbone's factors don't change while the head trains.
-        options={"probe_max_length": length, "probe_refresh_steps": 1000}
-        if options.train == "head"
-        else {"probe_max_length": length},
+        options={"probe_max_length": length, **_options_of(options)},
         measure=lambda _: measured,
     )
+
+
+def _options_of(options: argparse.Namespace) -> dict[str, Any]:
+    """The same for all arms."""
+    if options.train == "head":  # a frozen backbone's factors don't change while the head trains
+        return {"probe_refresh_steps": 1000}
+    if options.smoke:
+        return {}
+    return {"bf16": True, "use_cpu": not torch.accelerator.is_available()}
 
 
 def _texts(options: argparse.Namespace) -> texts.Texts:

@@ -163,6 +163,24 @@ def test_a_logical_step_draws_noise_exactly_once(tmp_path, monkeypatch):
     assert len(draws) == 4
 
 
+def test_records_of_like_length_share_a_micro_batch(tmp_path):
+    """At rate 1 everybody is drawn, and each micro-batch is as wide as its longest record."""
+    seen = []
+    lengths = sorted(len(row["input_ids"]) for row in settings.text_data())
+
+    def collate(rows):
+        batch = tokenizers_zoo.build("bert").pad(
+            [{"input_ids": row["input_ids"]} for row in rows], return_tensors="pt"
+        )
+        seen.append(batch["input_ids"].shape)
+        return {**batch, "labels": torch.tensor([row["labels"] for row in rows])}
+
+    options = {"per_device_train_batch_size": 10, "gradient_accumulation_steps": 6, "max_steps": 1}
+    trainer = settings.trainer(tmp_path, data_collator=collate, preconditioner="none", **options)
+    trainer.train()
+    assert seen[-6:] == [(10, longest) for longest in lengths[9::10]]
+
+
 def test_the_first_preconditioner_does_not_depend_on_private_data(tmp_path):
     prints = []
     for seed in (1, 2):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,8 +43,18 @@ class PoissonSampler:
         uniform = randomness.stream("sampling").uniform(self.num_records)
         return np.flatnonzero(uniform < self.rate)
 
-    def micro_batches(self, randomness: StepRandomness) -> Iterator[list[int]]:
-        """This process's share of the batch in pieces that fit the device; none if it is empty."""
-        mine = self.draw(randomness)[self.rank :: self.world_size]
+    def micro_batches(
+        self, randomness: StepRandomness, length_of: Callable[[int], int] | None = None
+    ) -> Iterator[list[int]]:
+        """This process's share of the batch in pieces that fit the device; none if it is empty.
+
+        Args:
+            randomness: The step's.
+            length_of: Tokens of a record. Records of like length then share a piece, which saves
+                padding; the batch, and so its sum, is the same.
+        """
+        mine = self.draw(randomness)[self.rank :: self.world_size].tolist()
+        if length_of is not None:
+            mine.sort(key=length_of)
         for start in range(0, len(mine), self.max_micro_batch):
-            yield mine[start : start + self.max_micro_batch].tolist()
+            yield mine[start : start + self.max_micro_batch]

@@ -78,6 +78,16 @@ def test_ranks_share_one_draw_without_overlap(world_size, secure):
     assert sorted(parts) == whole
 
 
+def test_records_of_like_length_share_a_micro_batch():
+    lengths = np.random.default_rng(0).integers(1, 100, N)
+    batches = list(PoissonSampler(N, Q, 4).micro_batches(at(3), lambda i: lengths[i]))
+    drawn = [i for batch in batches for i in batch]
+    assert sorted(drawn) == PoissonSampler(N, Q, 4).draw(at(3)).tolist()
+    longest = [max(lengths[i] for i in batch) for batch in batches]
+    shortest = [min(lengths[i] for i in batch) for batch in batches]
+    assert all(long <= short for long, short in zip(longest, shortest[1:], strict=False))
+
+
 def test_an_empty_draw_gives_no_micro_batch():
     sampler = PoissonSampler(3, 1e-9, 8)
     assert list(sampler.micro_batches(at(0))) == []
