@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from hf_dpkfc.errors import ConfigurationError, DPKFCError
-from hf_dpkfc.privacy.accounting import ACCOUNTANTS
+from hf_dpkfc.privacy.accounting import ACCOUNTANTS, MAX_PRV_EPSILON
 from hf_dpkfc.privacy.plan import PrivacyPlan
-from hf_dpkfc.publishing.card import CardFacts, render_card
+from hf_dpkfc.publishing.card import CardFacts, read_card, render_card
 from hf_dpkfc.publishing.statement import PrivacyStatement
 
 # The ε that people usually compare.
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     try:
         return int(args.run(args) or 0)
-    except DPKFCError as error:
+    except (DPKFCError, OSError) as error:  # a file that can't be read or written names itself
         print(f"hf-dpkfc: {error}", file=sys.stderr)
         return 2
 
@@ -62,6 +62,10 @@ def _add_plan(commands: Any) -> None:
 
 
 def _plan(args: argparse.Namespace) -> None:
+    if args.epochs is not None and not math.isfinite(args.epochs):
+        raise ConfigurationError(
+            f"--epochs {args.epochs}.", why="a training ends.", way_out="give a finite number."
+        )
     per_epoch = -(-args.n // max(1, args.batch)) if args.n > 0 else 0
     fields = {
         "clip_norm": args.clip_norm,
@@ -76,10 +80,10 @@ def _plan(args: argparse.Namespace) -> None:
     else:
         plan = PrivacyPlan(noise_multiplier=args.sigma, **fields)
     print(plan)
-    print(
-        f"\nsecond opinion: ε = {plan.epsilon_at(plan.steps, _other(args.accountant)):.4g} "
-        f"({_other(args.accountant).upper()})"
-    )
+    if plan.epsilon <= MAX_PRV_EPSILON:
+        other = _other(args.accountant)
+        second = plan.epsilon_at(plan.steps, other)
+        print(f"\nsecond opinion: ε = {second:.4g} ({other.upper()})")
     print("\n" + _table(fields, plan))
     print("\n" + _curve(plan))
 
@@ -372,8 +376,8 @@ def _card(args: argparse.Namespace) -> None:
 def _rendered(folder: Path, statement: PrivacyStatement) -> Path:
     """The folder's card, written from a statement."""
     path = folder / "README.md"
-    existing = path.read_text() if path.exists() else None
-    path.write_text(render_card(statement, CardFacts(folder.absolute().name), existing))
+    facts = CardFacts(folder.absolute().name)
+    path.write_text(render_card(statement, facts, read_card(path)))
     return path
 
 
@@ -425,6 +429,7 @@ def _audit(args: argparse.Namespace) -> int:
     from hf_dpkfc.diagnostics import audit
 
     statement = PrivacyStatement.load(args.attach) if args.attach else None
+    secure = args.secure_rng or (statement is not None and statement.uses_secure_rng)
     plan = statement.plan if statement else _audited_plan(args)
     if args.kind == "step":
         result = audit.audit_step(
@@ -432,10 +437,10 @@ def _audit(args: argparse.Namespace) -> int:
             clip_norm=plan.clip_norm,
             num_trials=args.trials or audit.STEP_TRIALS,
             confidence=args.confidence,
-            secure=args.secure_rng,
+            secure=secure,
         )
     else:
-        result = audit.audit_training(plan, confidence=args.confidence, secure=args.secure_rng)
+        result = audit.audit_training(plan, confidence=args.confidence, secure=secure)
     print(result)
     args.out.mkdir(parents=True, exist_ok=True)
     result.draw(args.out / f"{args.kind}_scores.png")

@@ -325,6 +325,18 @@ class DPKFCConfig(TrainingArguments):
                 "it prints ranges of activations of private records.",
                 "debug on public data with the plain Trainer.",
             ),
+            "enable_jit_checkpoint": (
+                bool(getattr(self, "enable_jit_checkpoint", False)),
+                "it ends training as if it were done, and a key is destroyed when training is "
+                "done: the run could never go on.",
+                "set save_steps: after kill -9 a run goes on where it was, at no cost.",
+            ),
+            "parallelism_config": (
+                getattr(self, "parallelism_config", None) is not None,
+                "records are shared out by process; processes that share one record's tensors or "
+                "sequence would each count it.",
+                "use DDP (accelerate launch).",
+            ),
             "ignore_data_skip": (
                 self.ignore_data_skip,
                 "a resumed run would count its epochs wrongly.",

@@ -322,6 +322,7 @@ class PrivateRun:
             self.plan.digest.encode(),
             CODE_VERSION.encode(),
             self.nonce,
+            bytes([self.secure]),
             self._geometry_digest,
             self._frozen_digest,
             self.query.loss_name.encode(),

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from hf_dpkfc.curvature.probes import Batch, Probe
 from hf_dpkfc.errors import RecordError
-from hf_dpkfc.losses import unwrapped
+from hf_dpkfc.losses import TARGETS, unwrapped
 
 
 class _Steps(Dataset[dict[str, Any]]):
@@ -106,9 +106,9 @@ def _num_tokens(record: Any) -> int:
 
 
 def used_columns(model: nn.Module, label_names: Sequence[str]) -> frozenset[str]:
-    """The columns that ``remove_unused_columns`` leaves: the model's arguments and its labels."""
+    """The columns that ``remove_unused_columns`` leaves: the model's arguments and its targets."""
     arguments = inspect.signature(unwrapped(model).forward).parameters
-    return frozenset({*arguments, *label_names, "label", "label_ids"})
+    return frozenset({*arguments, *label_names, *TARGETS, "label", "label_ids"})
 
 
 def neighbours(

@@ -98,9 +98,9 @@ class TaskLoss:
 
     def __call__(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
         """The loss of each example; 0 for one whose labels are all ignored."""
-        targets = {k: v for k, v in inputs.items() if k in (*_TARGETS, "attention_mask")}
+        targets = {k: v for k, v in inputs.items() if k in (*TARGETS, "attention_mask")}
         self._require_targets(targets)
-        features = {k: v for k, v in inputs.items() if k not in _TARGETS}
+        features = {k: v for k, v in inputs.items() if k not in TARGETS}
         if self.task is Task.CAUSAL_LM:
             features = _with_position_ids(model, features)
         with _explained("model", features):
@@ -109,7 +109,7 @@ class TaskLoss:
             return _LOSSES[self.task](outputs, targets)
 
     def _require_targets(self, targets: Mapping[str, Tensor]) -> None:
-        needed = _TARGETS[1:] if self.task is Task.SPAN else _TARGETS[:1]
+        needed = TARGETS[1:] if self.task is Task.SPAN else TARGETS[:1]
         missing = [name for name in needed if name not in targets]
         if missing:
             raise UnsupportedTaskError(
@@ -143,11 +143,19 @@ class CustomLoss:
         return f"{function.__module__}.{place} {hashlib.sha256(body).hexdigest()}"
 
     def __call__(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
-        """What the user's function makes of the model's outputs."""
-        return self.per_example_loss(model(**inputs), inputs)
+        """What the user's function makes of the model's outputs.
+
+        The model gets the columns that it takes; targets that only the loss reads stay with it.
+        """
+        accepted = inspect.signature(unwrapped(model).forward).parameters
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
+        unwanted = set() if takes_any else set(TARGETS) - set(accepted)
+        features = {name: value for name, value in inputs.items() if name not in unwanted}
+        return self.per_example_loss(model(**features), inputs)
 
 
-_TARGETS = ("labels", "start_positions", "end_positions")
+# What a loss reads, and a model may or may not take.
+TARGETS = ("labels", "start_positions", "end_positions")
 
 
 @contextmanager

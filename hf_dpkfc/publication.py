@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import re
@@ -16,7 +17,7 @@ from torch import nn
 
 from hf_dpkfc.errors import UnsupportedTaskError
 from hf_dpkfc.losses import Task, task_of, unwrapped
-from hf_dpkfc.publishing.card import CardFacts, is_ours_alone, render_card
+from hf_dpkfc.publishing.card import CardFacts, is_ours_alone, read_card, render_card
 from hf_dpkfc.publishing.statement import PrivacyStatement
 from hf_dpkfc.publishing.upload import create_repository, push_folder, remote_readme
 
@@ -137,8 +138,8 @@ class Publication:
         Args:
             published: The text to start from, instead of the README that lies here.
         """
-        here = self.card_path.read_text() if self.card_path.exists() else None
-        text = render_card(self.statement, self.facts, here if published is None else published)
+        existing = read_card(self.card_path) if published is None else published
+        text = render_card(self.statement, self.facts, existing)
         self.card_path.write_text(text)
 
     def push(
@@ -151,7 +152,7 @@ class Publication:
         message: str,
     ) -> Any:
         """One commit with everything in it; what was written by hand, here or there, is kept."""
-        is_bare = not self.card_path.exists() or is_ours_alone(self.card_path.read_text())
+        is_bare = is_ours_alone(read_card(self.card_path) or "")
         full_id = create_repository(repo_id, token=token, private=private)
         published = remote_readme(full_id, token=token, revision=revision)
         if published is not None and not is_bare and not is_ours_alone(published):
@@ -170,7 +171,20 @@ class Publication:
     def _stage(self, folder: Path) -> None:
         """Written afresh: whatever else lies in ``output_dir`` can't come along."""
         self.model.save_pretrained(folder)
+        if self.model is not unwrapped(self.model):
+            self._settle_adapter(folder)
         if self.processing_class is not None:
             self.processing_class.save_pretrained(folder)
         shutil.copyfile(self.card_path, folder / "README.md")
         self.statement.save(folder)
+
+    def _settle_adapter(self, folder: Path) -> None:
+        """Where readers look for it, and without the path that its base was loaded from."""
+        # peft gives an adapter with a name of its own a folder of that name.
+        own = folder / str(self.model.active_adapter)
+        for path in own.iterdir() if own.is_dir() else ():
+            path.replace(folder / path.name)
+        config = folder / "adapter_config.json"
+        fields = json.loads(config.read_text())
+        fields["base_model_name_or_path"] = self.facts.base_model
+        config.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")

@@ -112,16 +112,19 @@ class RunFolder:
         """SHA-256 of the ledger file."""
         return hashlib.sha256(self.ledger_path.read_bytes()).hexdigest()
 
-    def holds(self, plan: PrivacyPlan, num_releases: int) -> bool:
-        """Whether the ledger's own lines say this plan and this number of releases."""
+    def holds(self, plan: PrivacyPlan, num_releases: int, claims_privacy: bool) -> bool:
+        """Whether the ledger's own lines say this plan, this claim and this many releases."""
         try:
             header, *charges = self.ledger_path.read_bytes().splitlines()
-            written = json.loads(header)["plan"]
+            written = json.loads(header)
+            claim = (written["plan"], written["claims_privacy"])
         except (ValueError, KeyError, TypeError):
             return False
-        return bool(written == plan.to_dict()) and len(charges) == num_releases
+        return claim == (plan.to_dict(), claims_privacy) and len(charges) == num_releases
 
-    def open(self, plan: PrivacyPlan, *, continues: bool) -> tuple[SecretKey, PrivacyLedger]:
+    def open(
+        self, plan: PrivacyPlan, *, continues: bool, claims_privacy: bool = True
+    ) -> tuple[SecretKey, PrivacyLedger]:
         """Key and ledger of a new run, or of the one that is continued.
 
         Raises:
@@ -138,6 +141,7 @@ class RunFolder:
             self.keys.head_path,
             plan,
             lambda message: key.mac(message, purpose="ledger"),
+            claims_privacy,
         )
         return key, ledger
 
@@ -148,8 +152,9 @@ class RunFolder:
                 f"The key of {self.ledger_path} isn't in {self.keys.folder}.",
                 why="a key is destroyed when its training ends; without it the ledger can't be "
                 "continued and lost steps can't be replayed.",
-                way_out="if training had ended, the model is finished. Otherwise point "
-                "privacy_key_path to the key, or start a new run.",
+                way_out="if training had ended, the model is finished. Otherwise set "
+                "privacy_key_path and output_dir as they were when the run began (the key's "
+                "folder is named after output_dir), or start a new run.",
             )
         return key
 

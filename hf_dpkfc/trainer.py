@@ -52,7 +52,11 @@ from hf_dpkfc.optimizers.disk import KalmanFilter
 from hf_dpkfc.privacy.ledger import PrivacyLedger
 from hf_dpkfc.privacy.plan import Adjacency, PrivacyPlan
 from hf_dpkfc.publication import CardOptions, Publication
-from hf_dpkfc.publishing.statement import PrivacyStatement
+from hf_dpkfc.publishing.statement import (
+    FAST_RANDOMNESS,
+    SECURE_RANDOMNESS,
+    PrivacyStatement,
+)
 from hf_dpkfc.runs import (
     FILTER_NAME,
     LEDGER_NAME,
@@ -105,9 +109,10 @@ class DPKFCTrainer(Trainer):
         self._starts = False
         self._resume_from: str | None = None
         self._trial_number: int | None = None
-        self._spent: list[PrivacyPlan] = []
+        self._spent = TuningCost.nothing()
         self._has_evaluated_private = False
         super().__init__(model, self._own_copy(args), *trainer_positional, **trainer_arguments)
+        self.args.gradient_accumulation_steps = self._accumulation
         self.model_accepts_loss_kwargs = False
         self._refuse_batch_losses()
         self._refuse_setting()
@@ -153,9 +158,14 @@ class DPKFCTrainer(Trainer):
         else:
             self._resume_from = self._files.last_checkpoint() if self._continues else None
         self._starts = True
-        # A search may choose another value, as it does on plain args; the run takes it off again.
-        self.args.gradient_accumulation_steps = self._accumulation
-        output = super().train(resume_from_checkpoint=self._resume_from, trial=trial, **kwargs)
+        self._accumulation = self.args.gradient_accumulation_steps
+        try:
+            output = super().train(resume_from_checkpoint=self._resume_from, trial=trial, **kwargs)
+        except BaseException:
+            self._abandon_trial()
+            raise
+        finally:  # what HF's loop saw as 1 is the caller's again, to read and to change
+            self.args.gradient_accumulation_steps = self._accumulation
         self._finish_run()
         return _without_loss(output)
 
@@ -241,6 +251,15 @@ class DPKFCTrainer(Trainer):
         prefix = self._prefix_for(test_dataset, metric_key_prefix)
         return super().predict(test_dataset, ignore_keys, prefix)
 
+    def add_callback(self, callback: Any) -> None:
+        """HF's; diagnostics added late look at the run like those given at the start."""
+        super().add_callback(callback)
+        self._watch_with(self.callback_handler.callbacks[-1])
+
+    def _watch_with(self, callback: Any) -> None:
+        if isinstance(callback, DiagnosticsCallback):
+            callback.watch(lambda: self._run, self.log)
+
     def _prefix_for(self, dataset: Any, prefix: str) -> str:
         """The metrics' prefix: one that says so where they come from private records."""
         if dataset is None or dataset is not self.train_dataset:
@@ -263,16 +282,20 @@ class DPKFCTrainer(Trainer):
             *args: As HF's,
             **kwargs: by position or by name.
         """
-        self._spent = []
+        self._spent = TuningCost.nothing()
+        path = Path(self.args.output_dir) / TUNING_NAME
+        earlier = TuningCost.load(path)
+        if self.model is None:  # HF let go of it after the last search
+            self.model: Any = self.call_model_init()
         space = hp_space or partial(search_space, exponent=exponent_of(self._probe()))
         try:
             return super().hyperparameter_search(space, *args, **kwargs)
         finally:  # trials of a search that was broken off have cost what they cost
-            if self._spent:
-                cost = TuningCost.of(self._spent, claims_privacy=self.args.claims_privacy)
+            if self._spent.num_trials:
+                cost = earlier + self._spent
                 logger.warning("%s", cost)
                 if self.is_world_process_zero():
-                    cost.save(Path(self.args.output_dir) / TUNING_NAME)
+                    cost.save(path)
 
     def create_model_card(
         self,
@@ -419,6 +442,19 @@ class DPKFCTrainer(Trainer):
                 "its loss scaling skips steps depending on private data.",
                 "launch with --mixed_precision bf16, or without it.",
             ),
+            "Apple's GPU (device mps)": (
+                self.args.device.type == "mps",
+                "it has no float64, in which factors are decomposed and gradients compared.",
+                "pass use_cpu=True.",
+            ),
+            "PEFT prompt learning": (
+                any(
+                    config.is_prompt_learning
+                    for config in getattr(self.model, "peft_config", {}).values()
+                ),
+                "prompts are repeated for the batch behind the captured inputs.",
+                "use LoRA, or another adapter of linear layers.",
+            ),
             "FSDP": (self.is_fsdp_enabled, sharded, "launch with DDP."),
             "DeepSpeed": (self.is_deepspeed_enabled, sharded, "launch with DDP."),
             "gradient checkpointing of the model": (
@@ -440,8 +476,7 @@ class DPKFCTrainer(Trainer):
         if self.args.diagnostics_steps is not None:
             self.add_callback(DiagnosticsCallback(self.args.diagnostics_steps))
         for callback in self.callback_handler.callbacks:
-            if isinstance(callback, DiagnosticsCallback):
-                callback.watch(lambda: self._run, self.log)
+            self._watch_with(callback)
         if self._wants_push and self.args.hub_strategy != HubStrategy.END:
             self.add_callback(PublishingCallback(self.push_to_hub))
 
@@ -485,7 +520,9 @@ class DPKFCTrainer(Trainer):
                 way_out="pass train_dataset= with at least one record.",
             )
         size = args.public_dataset_size or len(self.train_dataset)
-        batch = args.per_device_train_batch_size * self._accumulation * args.world_size
+        batch = (
+            args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        )
         per_epoch = math.ceil(size / batch)
         fields = {
             "clip_norm": args.clip_norm,
@@ -504,10 +541,11 @@ class DPKFCTrainer(Trainer):
         return PrivacyPlan(noise_multiplier=args.noise_multiplier, **fields)
 
     def _open_run(self) -> None:
-        self._accumulation = self.args.gradient_accumulation_steps
-        self.args.gradient_accumulation_steps = 1
         self.args.validate()  # a search has written its choices past the constructor's checks
         plan, query, probe = self._make_plan(), self._query(), self._probe()
+        # A search may have chosen it; HF's loop counts one item per logical step.
+        self._accumulation = self.args.gradient_accumulation_steps
+        self.args.gradient_accumulation_steps = 1
         peers: Peers = _AcceleratePeers(
             self.args.process_index, self.args.world_size, self.accelerator
         )
@@ -527,7 +565,7 @@ class DPKFCTrainer(Trainer):
             preconditioner=self._saved_preconditioner(),
         )
         self._num_releases = self._run.num_releases
-        self._spent.append(plan)
+        self._spent += TuningCost.of([plan], claims_privacy=self.args.claims_privacy)
         reservation = "" if self.args.claims_privacy else " (probe='oracle': its ε isn't claimed)"
         logger.info("Privacy plan%s\n%s", reservation, plan)
         if not self._run.may_release(step_of(self._resume_from)):
@@ -580,15 +618,19 @@ class DPKFCTrainer(Trainer):
         columns = None if keeps_all else used_columns(self.model, self.label_names)
         return Collate(self.data_collator, columns, self.args.device)
 
+    @property
+    def _processor(self) -> Any:
+        """Tokenizer or image processor, where anybody has one."""
+        return self.processing_class or getattr(self.data_collator, "tokenizer", None)
+
     def _probe(self) -> Probe | None:
         """The probe; None where nothing is preconditioned and none can be had."""
-        processor = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         is_oracle = self.args.probe == "oracle"
         try:
             return build_probe(
                 self.args.probe_options(),
                 self.accelerator.unwrap_model(self.model),
-                processor,
+                self._processor,
                 records=self.train_dataset if is_oracle else self.public_dataset,
                 collate=self._collate(),
             )
@@ -626,13 +668,23 @@ class DPKFCTrainer(Trainer):
         failure: Exception | None = None
         if peers.rank == 0:
             try:
-                key, ledger = self._files.open(plan, continues=self._continues)
+                key, ledger = self._files.open(
+                    plan, continues=self._continues, claims_privacy=self.args.claims_privacy
+                )
             except Exception as error:  # every rank must hear of it, or the others wait forever
                 failure = error
         failure = peers.broadcast(failure)
         if failure is not None:
             raise failure
         return peers.broadcast(key), ledger
+
+    def _abandon_trial(self) -> None:
+        """A trial that was pruned or failed is never resumed, so its key goes with it."""
+        if self._trial_number is None or self._run is None:
+            return
+        self._run.close()
+        if self.args.process_index == 0:
+            self._files.keys.destroy()
 
     def _finish_run(self) -> None:
         """Training has ended: the key goes, so that checkpoints can never give un-noised sums."""
@@ -672,15 +724,26 @@ class DPKFCTrainer(Trainer):
             )
         if self._run is not None and self.is_in_train:
             return self._statement_of(self._run)
-        statement = self._finished or PrivacyStatement.load(self._files.folder)
+        statement = self._finished_statement()
         is_quoted = statement.ledger_sha256 == self._files.ledger_digest()
-        if not (is_quoted and self._files.holds(statement.plan, statement.num_releases)):
+        is_held = self._files.holds(
+            statement.plan, statement.num_releases, statement.claims_privacy
+        )
+        if not (is_quoted and is_held):
             raise PublishingError(
                 f"{self._files.ledger_path} isn't the ledger that the statement quotes.",
                 why="one of them was changed after training ended.",
                 way_out="restore them as they were when training ended.",
             )
         return statement
+
+    def _finished_statement(self) -> PrivacyStatement:
+        """This process's, with an audit that was attached since; else the folder's."""
+        if self._finished is None:
+            return PrivacyStatement.load(self._files.folder)
+        if not math.isfinite(self._finished.plan.epsilon):  # such a one isn't written
+            return self._finished
+        return replace(self._finished, audit=PrivacyStatement.load(self._files.folder).audit)
 
     def _statement_of(self, run: PrivateRun) -> PrivacyStatement:
         args = self.args
@@ -698,11 +761,11 @@ class DPKFCTrainer(Trainer):
                 "rank": args.rank,
                 "is_data_free": maps is None or maps.is_data_free,
             },
-            randomness="ChaCha20 with summed draws, keyed with 256 bits"
-            if args.secure_rng
-            else "Philox, keyed with 256 bits from the operating system",
+            randomness=SECURE_RANDOMNESS if args.secure_rng else FAST_RANDOMNESS,
             world_size=args.world_size,
-            logged_unsafe_metrics=args.log_unsafe_metrics,
+            # A resumed run may have logged them before it was interrupted.
+            logged_unsafe_metrics=args.log_unsafe_metrics
+            or any(name.startswith("unsafe/") for log in self.state.log_history for name in log),
             dp_optimizer=args.dp_optimizer_facts(),
             versions={name: version(name) for name in ("hf-dpkfc", "torch", "opacus")},
             weights_sha256=weights_digest(run.query.model),
@@ -721,9 +784,7 @@ class DPKFCTrainer(Trainer):
             )
         name = Path(self.args.output_dir).absolute().name
         facts = options.facts(model, name, self.state.log_history)
-        return Publication(
-            statement, facts, model, self.processing_class, Path(self.args.output_dir)
-        )
+        return Publication(statement, facts, model, self._processor, Path(self.args.output_dir))
 
     # ---- Resuming and logs ----
 

@@ -6,10 +6,12 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from hf_dpkfc.curvature.probes import PinkNoiseProbe, Probe, ZipfTokenProbe
+from hf_dpkfc.errors import LedgerError
 from hf_dpkfc.privacy.accounting import composed_epsilon
 from hf_dpkfc.privacy.plan import PrivacyPlan
 
@@ -46,33 +48,52 @@ def exponent_of(probe: Probe | None) -> str | None:
 
 @dataclass(frozen=True)
 class TuningCost:
-    """What the trials of a search spent together.
+    """What trials on the same records spent together.
 
     Attributes:
-        num_trials: Runs that were opened; one that failed or was pruned counts in full.
-        epsilon: Their composition, by RDP; infinite if one of them has no guarantee.
+        runs: (noise multiplier, sampling rate, steps) of each run that was opened; one that failed
+            or was pruned counts in full.
         delta: The largest of theirs.
+        claims_privacy: False where factors saw private records.
     """
 
-    num_trials: int
-    epsilon: float
+    runs: tuple[tuple[float, float, int], ...]
     delta: float
+    claims_privacy: bool = True
 
     @classmethod
     def of(cls, plans: Sequence[PrivacyPlan], *, claims_privacy: bool = True) -> TuningCost:
-        """The composed cost of runs on the same records.
-
-        Args:
-            plans: One for each run.
-            claims_privacy: False where factors saw private records: the cost is then infinite.
-        """
+        """The cost of these plans' runs."""
+        runs = tuple((p.noise_multiplier, p.sampling_rate, p.steps) for p in plans)
         delta = max((plan.delta for plan in plans), default=0.0)
-        if not plans:
-            return cls(0, 0.0, delta)
-        if not claims_privacy or any(plan.noise_multiplier == 0 for plan in plans):
-            return cls(len(plans), math.inf, delta)
-        runs = [(p.noise_multiplier, p.sampling_rate, p.steps) for p in plans]
-        return cls(len(plans), composed_epsilon(runs, delta), delta)
+        return cls(runs, delta, claims_privacy)
+
+    @classmethod
+    def nothing(cls) -> TuningCost:
+        """Of no trial."""
+        return cls((), 0.0)
+
+    @property
+    def num_trials(self) -> int:
+        """How many runs were opened."""
+        return len(self.runs)
+
+    @cached_property
+    def epsilon(self) -> float:
+        """Their composition, by RDP; infinite if one of them has no guarantee."""
+        if not self.runs:
+            return 0.0
+        if not self.claims_privacy or any(sigma == 0 for sigma, _, _ in self.runs):
+            return math.inf
+        return composed_epsilon(self.runs, self.delta)
+
+    def __add__(self, other: TuningCost) -> TuningCost:
+        """The cost of both."""
+        return TuningCost(
+            self.runs + other.runs,
+            max(self.delta, other.delta),
+            self.claims_privacy and other.claims_privacy,
+        )
 
     def save(self, path: Path) -> None:
         """Write it beside the trials' folders, for the report."""
@@ -81,8 +102,30 @@ class TuningCost:
             "epsilon": self.epsilon if math.isfinite(self.epsilon) else "infinite",
             "delta": self.delta,
             "statement": str(self),
+            "runs": self.runs,
+            "claims_privacy": self.claims_privacy,
         }
         path.write_text(json.dumps(fields, indent=1, ensure_ascii=False) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> TuningCost:
+        """What earlier searches in this folder spent; nothing if there were none.
+
+        Raises:
+            LedgerError: If the file can't be read: their cost would be lost.
+        """
+        if not path.exists():
+            return cls.nothing()
+        try:
+            fields = json.loads(path.read_text())
+            runs = tuple((float(s), float(q), int(t)) for s, q, t in fields["runs"])
+            return cls(runs, float(fields["delta"]), bool(fields["claims_privacy"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise LedgerError(
+                f"{path} can't be read.",
+                why=f"it holds what earlier searches on these records have cost ({error!r}).",
+                way_out="restore it, or move it away and add its cost to the new one's yourself.",
+            ) from error
 
     def __str__(self) -> str:
         return (

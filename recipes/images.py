@@ -56,7 +56,7 @@ class Images(Dataset[dict[str, Tensor]]):
 
 def stack(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     """A collator for :class:`Images`."""
-    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    return {name: torch.stack([torch.as_tensor(row[name]) for row in rows]) for name in rows[0]}
 
 
 def normalised(pixels: np.ndarray, labels: np.ndarray) -> Images:

@@ -1,7 +1,8 @@
 """A small Hub on loopback: speaks what huggingface_hub says on the wire, keeps commits as folders.
 
-Faults are planted by ``server.fail(path_part, answer, times)``: an HTTP status, or "drop" for a
-connection that breaks without an answer.
+Faults are planted by ``server.fail(part, answer, times)`` for requests whose "METHOD path" holds
+the part: an HTTP status, "drop" for a connection that breaks before anything is done, or "mute" for
+one that breaks after it.
 """
 
 from __future__ import annotations
@@ -85,17 +86,21 @@ class _Handler(BaseHTTPRequestHandler):
         path = urllib.parse.unquote(urllib.parse.urlparse(self.path).path)
         self.server.requests.append(f"{self.command} {path}")
         for fault in self.server.faults:
-            if fault[0] in path and fault[2] > 0:
+            if fault[0] in self.server.requests[-1] and fault[2] > 0:
                 fault[2] -= 1
-                return self._break(fault[1])
+                return self._break(fault[1], path, body)
         if not path.startswith("/lfs/") and self.headers.get("Authorization") != f"Bearer {TOKEN}":
             return self._send(401, {"error": "Invalid credentials"})
         return self._answer(path, body)
 
     do_GET = do_POST = do_PUT = do_HEAD = _dispatch
 
-    def _break(self, answer):
-        if answer == "drop":
+    def _break(self, answer, path, body):
+        if answer == "mute":
+            self._send = lambda *_: None
+            self._answer(path, body)
+            del self._send
+        if answer in ("drop", "mute"):
             self.close_connection = True
             self.connection.close()
             return None

@@ -53,6 +53,13 @@ def test_looks_come_after_the_first_step_and_every_so_many(tmp_path):
     assert [entry["step"] for entry in entries(tmp_path)] == [1, 2, 4]
 
 
+def test_a_callback_that_is_added_late_looks_too(tmp_path):
+    trainer = settings.trainer(tmp_path, max_steps=2)
+    trainer.add_callback(DiagnosticsCallback(1))
+    trainer.train()
+    assert [entry["step"] for entry in entries(tmp_path)] == [1, 2]
+
+
 def test_scalars_reach_the_logs_and_tensorboard(tmp_path, monkeypatch):
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
     trainer = settings.trainer(tmp_path, diagnostics_steps=2, report_to="tensorboard")

@@ -665,7 +665,7 @@ def test_search_says_what_tuning_costs(tmp_path, warnings_of):
         eval_dataset=settings.text_data(10, seed=3),
         max_steps=2,
     )
-    single = trainer.plan.epsilon
+    plan = trainer.plan
     best = trainer.hyperparameter_search(
         hp_space=lambda trial: {
             "learning_rate": trial.suggest_float("learning_rate", 1e-4, 1e-3),
@@ -678,7 +678,8 @@ def test_search_says_what_tuning_costs(tmp_path, warnings_of):
     assert set(best.hyperparameters) == {"learning_rate", "clip_norm"}
     assert "2 trials on the same records spend" in warnings_of.text
     assert all((tmp_path / f"run-{i}" / "privacy_ledger.jsonl").exists() for i in range(2))
-    assert [plan.epsilon for plan in trainer._spent] == pytest.approx([single, single])
+    run = (plan.noise_multiplier, plan.sampling_rate, plan.steps)
+    assert trainer._spent.runs == (run, run)
 
 
 def searched(tmp_path, **options):
@@ -705,8 +706,8 @@ def searched(tmp_path, **options):
 
 def test_each_trial_has_its_own_accumulation(tmp_path):
     trainer = searched(tmp_path, gradient_accumulation_steps=[1, 3, 2])
-    batches = [plan.expected_batch_size for plan in trainer._spent]
-    assert sorted(batches) == [8, 16, 24]
+    batches = [60 * rate for _, rate, _ in trainer._spent.runs]
+    assert sorted(batches) == pytest.approx([8, 16, 24])
 
 
 def test_a_trial_outside_an_options_range_is_refused(tmp_path):
@@ -717,3 +718,35 @@ def test_a_trial_outside_an_options_range_is_refused(tmp_path):
 def test_config_is_required_to_know_its_noise():
     with pytest.raises(ConfigurationError):
         DPKFCConfig(output_dir="out")
+
+
+class NoLabels(torch.nn.Module):
+    """A user's own network: no configuration, and a forward without labels."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+def test_a_model_that_takes_no_labels_trains_with_a_loss_of_its_own(tmp_path):
+    data = [{"x": torch.randn(6), "labels": i % 3} for i in range(40)]
+    trainer = DPKFCTrainer(
+        model=NoLabels(),
+        args=settings.config(tmp_path, preconditioner="none", max_steps=2),
+        train_dataset=data,
+        data_collator=DefaultDataCollator(),
+        per_example_loss=lambda outputs, inputs: torch.nn.functional.cross_entropy(
+            outputs, inputs["labels"], reduction="none"
+        ),
+    )
+    trainer.train()
+    assert trainer.state.global_step == 2
+
+
+def test_prompt_learning_is_refused_by_name(tmp_path):
+    config = peft.PromptTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=2)
+    with pytest.raises(ConfigurationError, match="prompt learning"):
+        settings.trainer(tmp_path, peft.get_peft_model(settings.bert(), config))

@@ -8,8 +8,10 @@ import optuna
 import pytest
 import settings
 import tokenizers_zoo
+from transformers import TrainerCallback
 
 from hf_dpkfc import DPKFCConfig, PinkNoiseProbe, PrivacyPlan, ZipfTokenProbe, search_space
+from hf_dpkfc.errors import LedgerError
 from hf_dpkfc.privacy.accounting import composed_epsilon
 from hf_dpkfc.tuning import TuningCost, exponent_of
 
@@ -87,9 +89,70 @@ def test_a_search_without_a_space_uses_ours_and_writes_its_cost(searching, tmp_p
     }
     cost = json.loads((tmp_path / "privacy_tuning.json").read_text())
     assert cost["num_trials"] == 2
-    assert cost["epsilon"] == pytest.approx(TuningCost.of(searching._spent).epsilon)
-    assert cost["epsilon"] > searching._spent[0].epsilon
-    assert {plan.clip_norm for plan in searching._spent} != {1.0}
+    runs = [tuple(run) for run in cost["runs"]]
+    assert cost["epsilon"] == pytest.approx(composed_epsilon(runs, 1e-4))
+    assert cost["epsilon"] > composed_epsilon(runs[:1], 1e-4)
+
+
+def test_searches_on_the_same_records_add_up(searching, tmp_path):
+    for _ in range(2):
+        searching.hyperparameter_search(
+            backend="optuna", n_trials=1, compute_objective=lambda metrics: metrics["eval_loss"]
+        )
+    assert json.loads((tmp_path / "privacy_tuning.json").read_text())["num_trials"] == 2
+
+
+def test_a_cost_that_cannot_be_read_is_not_forgotten(searching, tmp_path):
+    (tmp_path / "privacy_tuning.json").write_text("{}")
+    with pytest.raises(LedgerError, match="earlier searches"):
+        searching.hyperparameter_search(backend="optuna", n_trials=1)
+
+
+def test_an_oracle_trial_makes_the_whole_search_unclaimed():
+    cost = TuningCost.of([plan()], claims_privacy=False) + TuningCost.of([plan()])
+    assert cost.epsilon == math.inf
+
+
+class Prune(TrainerCallback):
+    def on_evaluate(self, args, state, control, **kwargs):
+        raise optuna.TrialPruned
+
+
+def test_a_pruned_trial_leaves_no_key(tmp_path):
+    """Key and checkpoints together would give un-noised sums."""
+    trainer = settings.trainer(
+        tmp_path / "out",
+        model_init=lambda: settings.bert(),
+        eval_dataset=settings.text_data(10, seed=3),
+        max_steps=1,
+        eval_strategy="steps",
+        eval_steps=1,
+        callbacks=[Prune()],
+        privacy_key_path=str(tmp_path / "keys"),
+    )
+    with pytest.raises(ValueError, match="No trials are completed"):
+        trainer.hyperparameter_search(_space, backend="optuna", n_trials=1)
+    assert [p for p in (tmp_path / "keys").rglob("*") if p.is_file()] == []
+
+
+def _space(trial):
+    choices = [1, 2]
+    return {
+        "gradient_accumulation_steps": trial.suggest_categorical(
+            "gradient_accumulation_steps", choices
+        )
+    }
+
+
+def test_the_best_trials_batch_can_be_set_on_the_trainer(tmp_path):
+    """HF's documented way: setattr on trainer.args, then train()."""
+    trainer = settings.trainer(tmp_path, max_steps=1, gradient_accumulation_steps=2)
+    assert trainer.plan.expected_batch_size == 16
+    trainer.args.gradient_accumulation_steps = 1
+    assert trainer.plan.expected_batch_size == 8
+    trainer.train()
+    assert trainer.plan.expected_batch_size == 8
+    assert trainer.args.gradient_accumulation_steps == 1
 
 
 def test_a_search_that_breaks_off_still_states_what_it_spent(searching, tmp_path):

@@ -108,7 +108,8 @@ _ZIPF_PROBES: dict[str, type[ZipfTokenProbe]] = {
 
 def _automatic(model: nn.Module, processor: Any) -> str:
     main_input = getattr(unwrapped(model), "main_input_name", None)
-    if main_input == "pixel_values" or hasattr(unwrapped(model).config, "num_channels"):
+    config = getattr(unwrapped(model), "config", None)
+    if main_input == "pixel_values" or hasattr(config, "num_channels"):
         return "pink"
     if hasattr(getattr(processor, "tokenizer", processor), "get_vocab"):
         return "zipf"

@@ -264,6 +264,8 @@ def _fit_kronecker(passes: _Passes) -> tuple[dict[str, LinearMap], list[str]]:
             maps[name] = ScalarMap()
             continue
         for factor in (pair.A, pair.G):
+            if passes.options.approx == "expand" and isinstance(factor, ReducedFactor):
+                notes.append(f"{name}: reduced, {_too_wide(factor, passes.options)}")
             if id(factor) not in roots:
                 roots[id(factor)] = _root(name, factor, passes.options, notes)
         maps[name] = KroneckerMap(roots[id(pair.A)], roots[id(pair.G)])
@@ -313,11 +315,12 @@ def _root(name: str, factor: Factor, options: CurvatureOptions, notes: list[str]
     width = _width(factor)
     if width > options.max_factor_dim and rank is None:
         rank = CurvatureOptions.rank
-        notes.append(
-            f"{name}: rank {rank}, its factor of width {width} is above "
-            f"max_factor_dim={options.max_factor_dim}"
-        )
+        notes.append(f"{name}: rank {rank}, {_too_wide(factor, options)}")
     return factor.root(options.damping, rank)
+
+
+def _too_wide(factor: Factor, options: CurvatureOptions) -> str:
+    return f"its factor of width {_width(factor)} is above max_factor_dim={options.max_factor_dim}"
 
 
 def _width(factor: Factor) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +21,12 @@ from torch import Tensor
 
 from hf_dpkfc.curvature.roots import DenseRoot, LowRankRoot, Root
 from hf_dpkfc.errors import ConfigurationError
-from hf_dpkfc.layers.gradients import OuterGradient, PerSampleGradient, largest_sq_norm
+from hf_dpkfc.layers.gradients import (
+    OuterGradient,
+    PerSampleGradient,
+    cancellation_floor,
+    largest_sq_norm,
+)
 
 # Gram matrices of inputs that several layers read (query, key and value read one tensor), each
 # with its input: while that is held, its address can't be another tensor's.
@@ -97,7 +103,17 @@ class ElementwiseMap:
             largest = torch.maximum(sq_delta.sum(1), sq_a.sum(1))
             return sq_norms.masked_fill(~(largest <= largest_sq_norm(sq_a.dtype)), torch.inf)
         norms = [(g * self.diagonal).flatten(1).square().sum(1) for _, g in gradient.dense_chunks()]
-        return torch.cat(norms)
+        return torch.maximum(torch.cat(norms), self._floor(gradient))
+
+    def _floor(self, gradient: PerSampleGradient) -> Tensor:
+        """Below it positions cancel, and sums in another order may be larger than the norm."""
+        if not isinstance(gradient, OuterGradient):
+            return self.diagonal.new_zeros(())
+        by_group = self.diagonal.square().view(gradient.groups, -1, gradient.d_in)
+        sq_delta = gradient.delta.square().unflatten(0, (-1, gradient.groups))
+        sq_a = gradient.augmented_a().square().unflatten(0, (-1, gradient.groups))
+        products = (sq_delta @ by_group).mul_(sq_a).sum((1, 2, 3))
+        return products.mul_(cancellation_floor(products.dtype))
 
     def apply(self, total: Tensor) -> Tensor:
         """D ∘ total."""
@@ -140,9 +156,13 @@ class KroneckerMap:
         return moved.reshape(total.shape) * self.scale
 
     def condition(self) -> float:
-        """The sum of both sides' condition numbers: errors add to first order."""
+        """The product of both sides' condition numbers.
+
+        A gradient that lies where both roots are smallest is summed up with rounding errors in all
+        directions, and both roots then magnify those where they are largest.
+        """
         ranges = [self.root_A.eigenvalue_range(), self.root_G.eigenvalue_range()]
-        return sum(high / low for low, high in ranges)
+        return math.prod(high / low for low, high in ranges)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> KroneckerMap:
         """The same map for other tensors."""

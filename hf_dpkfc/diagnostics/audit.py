@@ -50,8 +50,12 @@ MIN_TRIALS = 8
 NUM_CANARIES = 512
 NUM_CLASSES = 3
 
-# So large that a canary is clipped at any small weights: it contributes C, the most there is.
+# In clip norms. So large that a canary is clipped at any small weights: it contributes C, the most
+# there is.
 CANARY_SCALE = 100.0
+
+# What a card must know of an audit: the code is the model's, the network isn't.
+_STAGE = "this code, on a small softmax regression under K-FAC,"
 
 NEVER = 2**62
 
@@ -174,7 +178,8 @@ def audit_step(
         secure: Audit the cryptographic generator.
     """
     _require(num_trials, confidence, noise_multiplier)
-    stage = stage or tiny_stage(1)
+    audited = _STAGE if stage is None else "the given model"
+    stage = stage or tiny_stage(1, clip_norm=clip_norm)
     everyone = len(stage.query.dataset) + 1
     plan = PrivacyPlan(
         noise_multiplier, clip_norm, everyone, everyone, 1, 1e-5, adjacency=Adjacency.ADD_REMOVE
@@ -191,7 +196,8 @@ def audit_step(
     threshold = best_threshold(without[:held_out], with_it[:held_out], confidence)
     wrong = errors(without[held_out:], with_it[held_out:], threshold)
     return Audit(
-        method="white-box audit of one step at rate 1: μ of its Gaussian trade-off function",
+        method=f"white-box audit of one step of {audited} at rate 1: μ of its Gaussian trade-off "
+        "function",
         confidence=confidence,
         bound=gaussian_bound(*wrong, num_trials - held_out, confidence),
         claim=1 / noise_multiplier,
@@ -209,7 +215,7 @@ def audit_training(
     stage: Stage | None = None,
     secure: bool = False,
 ) -> Audit:
-    """Lower bound on ε at the plan's δ, from one whole training.
+    """Lower bound on the accounted ε at the plan's δ, from one whole training.
 
     Every canary is in or out by a fair coin. After the last step the attacker, who saw all
     releases, calls the quarter with the highest scores in and the quarter with the lowest out.
@@ -222,7 +228,8 @@ def audit_training(
         secure: Audit the cryptographic generator.
     """
     _require(MIN_TRIALS, confidence, plan.noise_multiplier)
-    stage = stage or tiny_stage(NUM_CANARIES)
+    audited = _STAGE if stage is None else "the given model"
+    stage = stage or tiny_stage(NUM_CANARIES, clip_norm=plan.clip_norm)
     is_in = np.array([secrets.randbits(1) for _ in stage.canaries], dtype=bool)
     included = [canary for canary, yes in zip(stage.canaries, is_in, strict=True) if yes]
     run = stage.run(plan, included, secure=secure)
@@ -232,8 +239,9 @@ def audit_training(
     correct = int(is_in[order[-quarter:]].sum() + (~is_in[order[:quarter]]).sum())
     guesses = Guesses(len(is_in), 2 * quarter, correct)
     return Audit(
-        method=f"one-run audit of {plan.steps} steps at rate {plan.sampling_rate:.3g}: ε at "
-        f"δ = {plan.delta:.3g} (f-DP)",
+        method=f"one-run audit of {plan.steps} steps of {audited} at rate "
+        f"{plan.sampling_rate:.3g}: ε at δ = {plan.delta:.3g}, as accounted for the least noise "
+        "that is refuted (f-DP)",
         confidence=confidence,
         bound=guesses.epsilon_bound(plan, confidence),
         claim=plan.epsilon,
@@ -326,7 +334,7 @@ class _GaussianProbe:
             yield {"x": x, "labels": labels}
 
 
-def tiny_stage(num_canaries: int, num_bystanders: int = 7) -> Stage:
+def tiny_stage(num_canaries: int, num_bystanders: int = 7, *, clip_norm: float = 1.0) -> Stage:
     """A softmax regression whose canaries have orthogonal gradients, under K-FAC."""
     width = max(8, num_canaries)
     generator = torch.Generator().manual_seed(0)
@@ -335,7 +343,7 @@ def tiny_stage(num_canaries: int, num_bystanders: int = 7) -> Stage:
         nn.init.zeros_(parameter)
     points = torch.randn(num_bystanders, width, generator=generator)
     bystanders = [(x, i % NUM_CLASSES) for i, x in enumerate(points)]
-    spikes = CANARY_SCALE * torch.eye(width)[:num_canaries]
+    spikes = CANARY_SCALE * clip_norm * torch.eye(width)[:num_canaries]
     query = Query(
         model=model,
         table=inspect_model(model),

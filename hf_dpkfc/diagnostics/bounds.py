@@ -1,6 +1,6 @@
 """From an attacker's success to a lower bound on what a mechanism leaks.
 
-Every bound here is valid at its stated confidence whatever the attack: a poor attack makes it
+Every verdict here is valid at its stated confidence whatever the attack: a poor one makes a bound
 small, never wrong.
 """
 
@@ -149,7 +149,10 @@ class Guesses:
     num_correct: int
 
     def epsilon_bound(self, plan: PrivacyPlan, confidence: float) -> float:
-        """Lower bound on ε at the plan's δ: of the least noise that these guesses still refute.
+        """ε at the plan's δ, as the accountant states it, of the least noise that is refuted.
+
+        The claim is accounted in the same way, so bound and claim compare as their noises do. The
+        accountant's ε is itself an upper bound: this isn't one on the least ε that would be true.
 
         Args:
             plan: The claim, around whose noise the bound is looked for.

@@ -73,6 +73,9 @@ th, td { text-align: right; padding: .2rem .4rem; border-bottom: 1px solid #ddd;
 th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: #fff; }
 .grid td { text-align: left; vertical-align: top; }
 footer { margin-top: 2rem; font-size: .85rem; color: #555; }
+@media (max-width: 40rem) {
+  th:first-child, td:first-child { max-width: 34vw; overflow-wrap: anywhere; }
+}
 @media print {
   body { font-size: 10pt; max-width: none; padding: 0; }
   figure, aside, tr { break-inside: avoid; }

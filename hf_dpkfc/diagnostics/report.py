@@ -75,7 +75,7 @@ def _privacy(data: RunData) -> str:
     plan, spent, statement = data.plan, data.num_releases, data.statement
     if plan is None:
         return "" if data.tuning is None else _tuning(data)
-    if statement is not None and not statement.claims_privacy:
+    if not data.claims_privacy or (statement is not None and not statement.claims_privacy):
         return paragraph("No ε is claimed: the preconditioner saw private records.")
     rows = [line.split("  ", 1) for line in str(plan).splitlines()]
     facts = [[name.strip(), text.strip()] for name, text in rows]

@@ -27,6 +27,7 @@ class RunData:
         folder: Of the run.
         plan: From the statement, else from the ledger.
         num_releases: Charged in the ledger.
+        claims_privacy: False where the factors saw private records.
         statement: What a finished run claims.
         looks: Diagnostics, in order of steps.
         evaluations: (step, metrics), in order of steps.
@@ -37,6 +38,7 @@ class RunData:
     folder: Path
     plan: PrivacyPlan | None = None
     num_releases: int | None = None
+    claims_privacy: bool = True
     statement: PrivacyStatement | None = None
     looks: list[Entry] = field(default_factory=list)
     evaluations: list[tuple[int, dict[str, float]]] = field(default_factory=list)
@@ -87,8 +89,10 @@ def _read_ledger(data: RunData) -> None:
         return
     lines = run.ledger_path.read_text(errors="replace").splitlines()
     try:
+        header = json.loads(lines[0])
+        data.plan = data.plan or PrivacyPlan(**header["plan"])
         data.num_releases = len(lines) - 1
-        data.plan = data.plan or PrivacyPlan(**json.loads(lines[0])["plan"])
+        data.claims_privacy = bool(header["claims_privacy"])
     except (ValueError, KeyError, TypeError, IndexError) as error:
         data.messages.append(f"{LEDGER_NAME} can't be read: {error!r}.")
     claimed = data.statement

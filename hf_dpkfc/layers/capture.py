@@ -223,6 +223,12 @@ class _Recorder:
         a = args[0] if args else next(iter(kwargs.values()))
         if not torch.is_grad_enabled():
             return
+        kind = self.uses[key][0].kind
+        given = [value for value in (*args, *kwargs.values()) if value is not None]
+        if kind in (Kind.VJP, Kind.SAMPLER) and len(given) > 1:
+            raise _several_arguments(key, module)
+        if kind is Kind.EMBEDDING and a.dim() == 1 and len(a) != self.batch_size:
+            raise _unbatched(key, module, tuple(output.shape), self.batch_size)
         if not isinstance(output, Tensor) or output.shape[0] % self.batch_size:
             shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
             raise _unbatched(key, module, shape, self.batch_size)
@@ -250,6 +256,15 @@ class _Recorder:
                 calls[key].append(Call(a, delta))
         self.seen.clear()
         return calls
+
+
+def _several_arguments(key: str, module: nn.Module) -> UnsupportedLayerError:
+    return UnsupportedLayerError(
+        f"{key} ({type(module).__name__}) was called with several arguments.",
+        why="its rule differentiates it with respect to one input, so the others' share of the "
+        "gradient would be wrong.",
+        way_out="freeze it with requires_grad_(False), or give the module one input.",
+    )
 
 
 def _unbatched(

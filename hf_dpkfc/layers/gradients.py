@@ -134,6 +134,11 @@ class OuterGradient:
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """[d_out·groups, d_in]; the bias is the last column."""
+        if not self.prefers_gram:
+            # The very matrices that gave the norm: where positions cancel, another order of sums
+            # would leave another, perhaps larger, rest.
+            chunks = (weights[at] @ matrices.flatten(1) for at, matrices in self.dense_chunks())
+            return torch.stack(list(chunks)).sum(0).view(-1, self.d_in)
         if self.groups == 1:
             scaled = (self.delta * weights.view(-1, 1, 1)).flatten(0, 1)
             matrix = scaled.mT @ self.a.flatten(0, 1)
@@ -199,8 +204,9 @@ class RowGradient:
         width = self.delta.shape[-1]
         rows = self.delta.new_zeros(len(keys), width)
         rows.index_add_(0, inverse.flatten(), self.delta.reshape(-1, width))
-        sums = rows.new_zeros(batch)
-        return sums.index_add_(0, keys // self.num_rows, rows.square().sum(1))
+        sums = rows.new_zeros(batch).index_add_(0, keys // self.num_rows, rows.square().sum(1))
+        # Where a row's positions cancel, the sum over the batch may leave more than this order did.
+        return torch.maximum(sums, cancellation_floor(sums.dtype) * self.delta.square().sum((1, 2)))
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """[num_rows, width]."""

@@ -26,6 +26,9 @@ from hf_dpkfc.layers.layout import accumulation_dtype
 from hf_dpkfc.layers.routes import Block, RouteTable
 from hf_dpkfc.mechanism.lookahead import Lookahead
 
+# Beyond it the first-order estimate of rounding no longer proves anything.
+MAX_MARGIN = 0.5
+
 
 @dataclass(frozen=True)
 class UnsafeStatistics:
@@ -102,7 +105,7 @@ class Clipper:
         sum.
         """
         eps = torch.finfo(self._dtype).eps
-        return min(0.5, (2.0**10 + 16 * self.preconditioner.condition()) * eps)
+        return (2.0**10 + 16 * self.preconditioner.condition()) * eps
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -110,8 +113,14 @@ class Clipper:
 
     def bound(self, lookahead: Lookahead | None = None) -> float:
         """C less the margin, which grows with the rounding of a pair of gradients."""
-        amplification = 1.0 if lookahead is None else lookahead.amplification
-        return self.clip_norm * (1 - min(0.5, self.margin * amplification))
+        margin = self.margin * (1.0 if lookahead is None else lookahead.amplification)
+        if margin > MAX_MARGIN:
+            raise ConfigurationError(
+                f"The preconditioner's condition number is {self.preconditioner.condition():.2g}.",
+                why=f"in {self._dtype}, rounding could carry an example beyond its clip norm.",
+                way_out="raise damping (1.0 is the default), or train in float64.",
+            )
+        return self.clip_norm * (1 - margin)
 
     def sum_of(
         self,

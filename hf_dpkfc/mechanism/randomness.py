@@ -78,8 +78,8 @@ class Stream(Protocol):
         """[count] float64 in [0, 1)."""
         ...
 
-    def normal(self, count: int) -> np.ndarray:
-        """[count] standard normals."""
+    def normal(self, count: int, dtype: type[np.floating]) -> np.ndarray:
+        """[count] standard normals, in float32 or float64, or finer than asked for."""
         ...
 
 
@@ -116,16 +116,16 @@ class PhiloxStream:
         """[count] float64 in [0, 1)."""
         return self._generator(0).random(count)
 
-    def normal(self, count: int) -> np.ndarray:
-        """[count] float32 standard normals, by ziggurat, in parallel chunks."""
-        out = np.empty(count, dtype=np.float32)
+    def normal(self, count: int, dtype: type[np.floating]) -> np.ndarray:
+        """[count] standard normals, by ziggurat, in parallel chunks."""
+        out = np.empty(count, dtype=dtype)
         starts = range(0, count, CHUNK)
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda start: self._fill(out[start : start + CHUNK], start), starts))
         return out
 
     def _fill(self, out: np.ndarray, start: int) -> None:
-        self._generator(1 + start // CHUNK).standard_normal(dtype=np.float32, out=out)
+        self._generator(1 + start // CHUNK).standard_normal(dtype=out.dtype, out=out)
 
     def _generator(self, block: int) -> np.random.Generator:
         key = int.from_bytes(self.seed[:16], "big")
@@ -144,9 +144,13 @@ class ChaChaStream:
         """[count] float64 in [0, 1) with 53 random bits."""
         return self._uniform(count, block=0)
 
-    def normal(self, count: int) -> np.ndarray:
-        """[count] standard normals: Box-Muller, several draws added and rescaled."""
-        out = np.empty(count, dtype=np.float32)
+    def normal(self, count: int, dtype: type[np.floating]) -> np.ndarray:
+        """[count] float64 standard normals: Box-Muller, several draws added and rescaled.
+
+        Always float64: rounded to float32 before they are added to a sum, they would lie on a grid
+        again, and the sum's own low bits would show which grid.
+        """
+        out = np.empty(count, dtype=np.float64)
         for start in range(0, count, CHUNK):
             size = min(CHUNK, count - start)
             out[start : start + size] = self._normal_chunk(size, block=1 + start // CHUNK)
@@ -154,11 +158,12 @@ class ChaChaStream:
 
     def _normal_chunk(self, size: int, block: int) -> np.ndarray:
         u = 1.0 - self._uniform(SECURE_DRAWS * (size + size % 2), block)  # (0, 1]: log is finite
-        radius, angle = np.split(u, 2)
+        radius, angle = u.reshape(2, SECURE_DRAWS // 2, -1)
         radius = np.sqrt(-2.0 * np.log(radius))
         angle = 2.0 * np.pi * angle
-        draws = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])
-        return draws.reshape(SECURE_DRAWS, -1).sum(0)[:size] / np.sqrt(SECURE_DRAWS)
+        # Shifted by one: both numbers of a pair in one sum would be a single draw, not two.
+        draws = [radius * np.cos(angle), np.roll(radius * np.sin(angle), 1, axis=1)]
+        return np.concatenate(draws).sum(0)[:size] / np.sqrt(SECURE_DRAWS)
 
     def _uniform(self, count: int, block: int) -> np.ndarray:
         # The first 8 bytes of a ChaCha20 nonce are its counter, the rest tells blocks apart.

@@ -19,6 +19,9 @@ ACCOUNTANTS = ("rdp", "prv")
 # small ε reachable. A superset of orders can only lower the bound.
 RDP_ORDERS = (*RDPAccountant.DEFAULT_ALPHAS, 80.0, 96.0, 128.0, 192.0, 256.0, 384.0, 512.0, 1024.0)
 
+# PRV's grid grows with ε: some gigabytes at ε = 500. No guarantee worth a second opinion is there.
+MAX_PRV_EPSILON = 100.0
+
 # Calibration stops when ε is within this share below the target.
 CALIBRATION_TOLERANCE = 0.005
 
@@ -46,6 +49,7 @@ def composed_epsilon(
         # Opacus warns where the best order is the first or last; ours reach further.
         warnings.simplefilter("ignore", UserWarning)
         if accountant == "prv":
+            _require_small_enough_for_prv(composed_epsilon(runs, delta))
             prv = PRVAccountant()
             prv.history = list(runs)
             return float(prv.get_epsilon(delta=delta))
@@ -96,6 +100,15 @@ def calibrate(
             why=f"the {accountant} accountant finds no noise multiplier for it.",
             way_out="raise target_epsilon or target_delta, or take fewer steps.",
         ) from error
+
+
+def _require_small_enough_for_prv(rdp_epsilon: float) -> None:
+    if rdp_epsilon > MAX_PRV_EPSILON:
+        raise ConfigurationError(
+            f"ε = {rdp_epsilon:.4g} by PRV.",
+            why=f"its memory grows with ε, and above {MAX_PRV_EPSILON:g} nothing is protected.",
+            way_out="raise the noise, or use accountant='rdp'.",
+        )
 
 
 def _require_known(accountant: str) -> None:

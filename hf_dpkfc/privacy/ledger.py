@@ -46,15 +46,22 @@ class PrivacyLedger:
         head_path: The head, beside the key.
         plan: The plan that is charged.
         mac: Keyed MAC.
+        claims_privacy: False where the factors see private records; for a whole run or not at all.
 
     Raises:
         LedgerError: If the file is in use, damaged, shortened, or another plan's or key's.
     """
 
     def __init__(
-        self, path: str | Path, head_path: str | Path, plan: PrivacyPlan, mac: Mac
+        self,
+        path: str | Path,
+        head_path: str | Path,
+        plan: PrivacyPlan,
+        mac: Mac,
+        claims_privacy: bool = True,
     ) -> None:
         self.path, self.head_path, self.plan = Path(path), Path(head_path), plan
+        self.claims_privacy = claims_privacy
         self._mac = mac
         self._charges: list[Charge] = []
         self._seen: set[Charge] = set()
@@ -68,7 +75,14 @@ class PrivacyLedger:
             self._read(lines)
         if not lines:
             self._write_head()
-            self._write_line({"version": VERSION, "sampler": SAMPLER, "plan": plan.to_dict()})
+            self._write_line(
+                {
+                    "version": VERSION,
+                    "sampler": SAMPLER,
+                    "plan": plan.to_dict(),
+                    "claims_privacy": claims_privacy,
+                }
+            )
 
     @property
     def charges(self) -> tuple[Charge, ...]:
@@ -203,6 +217,14 @@ class PrivacyLedger:
     def _require_same_plan(self, header: dict[str, Any]) -> None:
         if header.get("version") != VERSION or header.get("sampler") != SAMPLER:
             raise self._damaged("it was written by another version")
+        if header.get("claims_privacy") is not self.claims_privacy:
+            raise LedgerError(
+                f"{self.path} belongs to a run with another kind of probe.",
+                why="probe='oracle' claims no ε, and a run claims it from its first step or not "
+                "at all.",
+                way_out="resume with the probe that the run was started with, or start a new run "
+                "in another output_dir.",
+            )
         if header["plan"] != self.plan.to_dict():
             changed = [k for k, v in self.plan.to_dict().items() if header["plan"].get(k) != v]
             raise LedgerError(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -12,11 +15,23 @@ from hf_dpkfc.curvature.catalogue import CHECKPOINT_PROBES
 from hf_dpkfc.errors import PublishingError
 from hf_dpkfc.publishing.statement import STATEMENT_NAME, PrivacyStatement
 
+# Above this ε, the factor e^ε alone no longer rules out that a record is given away.
+STRONG_EPSILON = 3.0
+
 START, END = "<!-- hf_dpkfc:privacy -->", "<!-- /hf_dpkfc:privacy -->"
 _SECTION = re.compile(f"{START}.*?{END}", re.DOTALL)
 _RESULTS_START, _RESULTS_END = "<!-- hf_dpkfc:results -->", "<!-- /hf_dpkfc:results -->"
 _RESULTS = re.compile(f"{_RESULTS_START}.*?{_RESULTS_END}", re.DOTALL)
 _HEADER = re.compile(r"\A---[ \t]*\r?\n(.*?)^---[ \t]*(?:\r?\n|\Z)(.*)\Z", re.DOTALL | re.MULTILINE)
+# Header fields that a training fills in; those of another training say nothing of this one.
+_GATHERED = (
+    "library_name",
+    "base_model",
+    "pipeline_tag",
+    "datasets",
+    "metrics",
+    "model-index",
+)
 TAGS = ("differential-privacy", "dp-sgd", "dp-kfc", "hf_dpkfc")
 
 
@@ -49,9 +64,10 @@ class CardFacts:
 
 def render_card(statement: PrivacyStatement, facts: CardFacts, existing: str | None = None) -> str:
     """The card's whole text; a README written by hand keeps everything but our section."""
-    statement.require_publishable()
-    section = f"{START}\n{_privacy_section(statement)}\n{END}"
+    section = privacy_section(statement.require_publishable())
     metadata, body = split_metadata(existing or "")
+    if _is_of_another_training(metadata, statement):
+        metadata, body = _without_its_facts(metadata, body)
     metadata |= _metadata(statement, facts, metadata)
     if not body.strip():
         body = f"# {facts.model_name}\n\n{_results(facts)}{section}\n"
@@ -77,10 +93,43 @@ def _updated(body: str, section: str, facts: CardFacts) -> str:
     return f"{body.rstrip()}\n\n{section}\n"
 
 
+def _is_of_another_training(metadata: dict[str, Any], statement: PrivacyStatement) -> bool:
+    """Whether an existing card states another run's guarantee."""
+    block = metadata.get("differential_privacy")
+    return block is not None and block != typed_block(statement)
+
+
+def _without_its_facts(metadata: dict[str, Any], body: str) -> tuple[dict[str, Any], str]:
+    """A card without what was gathered from an earlier training; hand-written text stays."""
+    metadata = {name: value for name, value in metadata.items() if name not in _GATHERED}
+    return metadata, "" if is_body_ours_alone(body) else _RESULTS.sub("", body)
+
+
 def is_ours_alone(text: str) -> bool:
     """Whether a card holds nothing but what :func:`render_card` writes into an empty one."""
-    body = _RESULTS.sub("", _SECTION.sub("", split_metadata(text)[1]))
-    return re.fullmatch(r"\s*(# [^\n]*)?\s*", body) is not None
+    return is_body_ours_alone(split_metadata(text)[1])
+
+
+def is_body_ours_alone(body: str) -> bool:
+    """The same of a card's text without its header."""
+    rest = _RESULTS.sub("", _SECTION.sub("", body))
+    return re.fullmatch(r"\s*(# [^\n]*)?\s*", rest) is not None
+
+
+def read_card(path: Path) -> str | None:
+    """The text of a card; None if there is no such file.
+
+    Raises:
+        PublishingError: If it isn't text.
+    """
+    try:
+        return path.read_text(encoding="utf-8") if path.exists() else None
+    except UnicodeDecodeError as error:
+        raise PublishingError(
+            f"{path} isn't UTF-8 text.",
+            why=str(error),
+            way_out="save it as UTF-8, or move it away; nothing was changed.",
+        ) from error
 
 
 def stated_section(text: str) -> str:
@@ -123,15 +172,13 @@ def _unreadable(why: str) -> PublishingError:
 def _metadata(
     statement: PrivacyStatement, facts: CardFacts, existing: dict[str, Any]
 ) -> dict[str, Any]:
-    written = existing.get("tags") or []
-    tags = [*([written] if isinstance(written, str) else written), *facts.tags, *TAGS]
     metadata: dict[str, Any] = {
         "library_name": existing.get("library_name", facts.library),
-        "tags": list(dict.fromkeys(tags)),
-        "differential_privacy": _typed_block(statement),
+        "tags": _united(existing.get("tags"), [*facts.tags, *TAGS]),
+        "differential_privacy": typed_block(statement),
     }
     if facts.datasets:
-        metadata["datasets"] = list(facts.datasets)
+        metadata["datasets"] = _united(existing.get("datasets"), facts.datasets)
     # What the author wrote by hand is better than what we gather.
     gathered = {
         "base_model": facts.base_model,
@@ -141,11 +188,23 @@ def _metadata(
     }
     metadata |= {n: existing.get(n, value) for n, value in gathered.items() if value}
     if facts.metrics:
-        metadata["metrics"] = list(facts.metrics)
+        metadata["metrics"] = _united(existing.get("metrics"), facts.metrics)
     # The Hub takes results only with task, data set and metric all three.
     if facts.metrics and facts.task and facts.datasets:
-        metadata["model-index"] = [_model_index(facts)]
+        written_index = existing.get("model-index")
+        others = [
+            entry
+            for entry in (written_index if isinstance(written_index, list) else [])
+            if not isinstance(entry, dict) or entry.get("name") != facts.model_name
+        ]
+        metadata["model-index"] = [*others, _model_index(facts)]
     return metadata
+
+
+def _united(written: Any, ours: Iterable[str]) -> list[str]:
+    """What stands there already, then ours; each once."""
+    first = [written] if isinstance(written, str) else written or []
+    return list(dict.fromkeys([*first, *ours]))
 
 
 def _model_index(facts: CardFacts) -> dict[str, Any]:
@@ -161,7 +220,8 @@ def _model_index(facts: CardFacts) -> dict[str, Any]:
     }
 
 
-def _typed_block(statement: PrivacyStatement) -> dict[str, Any]:
+def typed_block(statement: PrivacyStatement) -> dict[str, Any]:
+    """The claim as the card's metadata holds it, with its types."""
     plan = statement.plan
     return {
         "epsilon": float(plan.epsilon),
@@ -186,28 +246,38 @@ def _results(facts: CardFacts) -> str:
     return f"{_RESULTS_START}\n{table}\n{_RESULTS_END}\n\n"
 
 
-def _privacy_section(statement: PrivacyStatement) -> str:
+def privacy_section(statement: PrivacyStatement) -> str:
+    """The card's section between its marks: plain words first, then the formal statement."""
     plan = statement.plan
     numbered = "\n".join(f"{i}. {text}" for i, text in enumerate(_statements(statement), 1))
     return (
-        "## Privacy\n\n"
-        "If you were in the training data: this model would have come out almost the same without "
-        "you. Whatever anyone concludes from it, they would have concluded with nearly the same "
-        f"probability (up to a factor of e^{plan.epsilon:.3g} ≈ {_factor(plan.epsilon)}, and apart "
-        f"from an event of probability {plan.delta:.2g}) had your record held nothing. What is "
-        "true of people like you in general may still be learnt.\n\n"
-        f"Formally, the training is {formal_claim(statement)}:\n\n{numbered}\n"
+        f"{START}\n## Privacy\n\n"
+        "If you were in the training data: whatever anyone concludes about you from this model, "
+        "they could have concluded without your record, too. The probability of any outcome "
+        f"differs by a factor of {_factor(plan.epsilon)} at most between a training with your "
+        f"record and one without it (apart from an event of probability {plan.delta:.2g})."
+        f"{_weakness(plan.epsilon)} What is true of people like you in general may still be "
+        "learnt.\n\n"
+        f"Formally, the training is {formal_claim(statement)}:\n\n{numbered}\n\n{END}"
     )
 
 
 def _factor(epsilon: float) -> str:
-    return f"{2.718281828459045**epsilon:.3g}" if epsilon < 50 else "astronomical"
+    return f"e^{epsilon:.3g}" + (f" ≈ {math.exp(epsilon):.3g}" if epsilon < 50 else "")
+
+
+def _weakness(epsilon: float) -> str:
+    """What a reader of a large factor must know."""
+    if epsilon <= STRONG_EPSILON:
+        return ""
+    return " That is a weak bound: an outcome may be much likelier because of your record."
 
 
 def _statements(statement: PrivacyStatement) -> list[str]:
     """The sixteen things that a rigorous card states."""
     plan, geometry = statement.plan, statement.preconditioner
     second = statement.second_opinion
+    opinion = "not computed, ε is too large" if second is None else f"ε = {second:.4g}"
     versions = ", ".join(f"{name} {number}" for name, number in sorted(statement.versions.items()))
     size = (
         "N was declared public"
@@ -235,7 +305,7 @@ def _statements(statement: PrivacyStatement) -> list[str]:
         f"{plan.expected_batch_size}, by which sums are divided; {statement.world_size} "
         f"process{'es' if statement.world_size > 1 else ''}.",
         f"**Accounting.** {plan.accountant.upper()} by Opacus. Second opinion "
-        f"({statement.other_accountant.upper()}): ε = {second:.4g}. Recompute it with "
+        f"({statement.other_accountant.upper()}): {opinion}. Recompute it with "
         "`hf-dpkfc verify` on this repository.",
         "**Not protected.** What can be learnt about groups, and what side channels (timing, "
         "memory, crashes) reveal."
@@ -293,7 +363,7 @@ def _optimizer(facts: dict[str, Any] | None) -> str:
 
 def _audit(audit: dict[str, Any] | None) -> str:
     if audit is None:
-        return "None was made for this model."
+        return "None is attached (`hf-dpkfc audit --attach`)."
     return (
         f"{audit['method']} at confidence {audit['confidence']}: lower bound "
         f"{audit['bound']:.4g} against the claim of {audit['claim']:.4g}."

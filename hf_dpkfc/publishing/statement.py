@@ -8,13 +8,29 @@ import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from hf_dpkfc.errors import PublishingError
+from hf_dpkfc.privacy.accounting import MAX_PRV_EPSILON
 from hf_dpkfc.privacy.plan import PrivacyPlan
 
 STATEMENT_NAME = "privacy_statement.json"
+SECURE_RANDOMNESS = "ChaCha20 with summed draws, keyed with 256 bits"
+FAST_RANDOMNESS = "Philox, keyed with 256 bits from the operating system"
 FORMAT = 1
+
+# What a card reads out of the statement's nested parts, and of what type.
+_PARTS: dict[str, dict[str, Any]] = {
+    "preconditioner": {"kind": str, "probe": str, "is_data_free": bool},
+    "audit": {
+        "method": str,
+        "confidence": int | float,
+        "bound": int | float,
+        "claim": int | float,
+    },
+    "dp_optimizer": {"name": str},
+}
+_OPTIMIZER_NUMBERS = {"adambc": ("floor",), "disk": ("kappa", "gamma")}
 
 
 @dataclass(frozen=True)
@@ -107,9 +123,16 @@ class PrivacyStatement:
         return "prv" if self.plan.accountant == "rdp" else "rdp"
 
     @cached_property
-    def second_opinion(self) -> float:
-        """ε of the plan by the other accountant."""
+    def second_opinion(self) -> float | None:
+        """ε of the plan by the other accountant; None where ε is too large for it."""
+        if self.plan.epsilon > MAX_PRV_EPSILON:
+            return None
         return self.plan.epsilon_at(self.plan.steps, self.other_accountant)
+
+    @property
+    def uses_secure_rng(self) -> bool:
+        """Whether the generator was the cryptographic one."""
+        return self.randomness == SECURE_RANDOMNESS
 
     @classmethod
     def from_json(cls, text: str) -> PrivacyStatement:
@@ -117,13 +140,14 @@ class PrivacyStatement:
         try:
             fields = json.loads(text)
             plan = PrivacyPlan(**fields["plan"])
+            _require_types(fields)
             own = {f.name for f in dataclasses.fields(cls)} - {"plan"}
             # A field that a later version added has its default; a missing one is a TypeError.
             return cls(plan=plan, **{name: fields[name] for name in own & fields.keys()})
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise PublishingError(
                 "The privacy statement can't be read.",
-                why=str(error),
+                why=f"{type(error).__name__}: {error}.",
                 way_out=f"give the {STATEMENT_NAME} that this library wrote.",
             ) from error
 
@@ -148,4 +172,25 @@ class PrivacyStatement:
                 why="without a finished run and its ledger there is no guarantee to state.",
                 way_out="train with DPKFCTrainer first; it writes the statement when it ends.",
             )
-        return cls.from_json(path.read_text())
+        return cls.from_json(path.read_text(errors="replace"))
+
+
+def _require_types(fields: dict[str, Any]) -> None:
+    """Raise a TypeError that names the first field of another type than it was written with."""
+    for name, hint in get_type_hints(PrivacyStatement).items():
+        if name in fields and name != "plan" and not isinstance(fields[name], _accepted(hint)):
+            raise TypeError(f"{name} is {fields[name]!r}")
+    for part in _PARTS.keys() & fields.keys():
+        inner = fields[part]
+        types = {} if inner is None else dict(_PARTS[part])
+        if part == "dp_optimizer" and inner is not None:
+            types |= dict.fromkeys(_OPTIMIZER_NUMBERS[inner["name"]], int | float)
+        for name, kind in types.items():
+            if not isinstance(inner[name], kind):
+                raise TypeError(f"{part}.{name} is {inner[name]!r}")
+
+
+def _accepted(hint: Any) -> tuple[type, ...]:
+    """What ``isinstance`` takes for an annotation: dict for dict[str, Any], and so on."""
+    parts = (hint,) if get_origin(hint) is dict else get_args(hint) or (hint,)
+    return tuple(get_origin(part) or part for part in parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from fnmatch import fnmatch
@@ -18,6 +19,8 @@ from huggingface_hub.errors import (
 
 from hf_dpkfc.errors import PublishingError
 from hf_dpkfc.publishing.statement import STATEMENT_NAME
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -47,6 +50,10 @@ ALLOWED = (
     "bpe.codes",
     "normalizer.json",
     "sentencepiece.bpe.model",
+    "sentencepiece.model",
+    "spm_char.model",
+    "prophetnet.tokenizer",
+    "entity_vocab.json",
     "chat_template.jinja",
     "preprocessor_config.json",
     "processor_config.json",
@@ -58,9 +65,11 @@ HUBS_OWN = (".gitattributes",)
 # HfHubHTTPError's first base is the root of whichever HTTP client the Hub's client stands on.
 CONNECTION_ERRORS: tuple[type[Exception], ...] = (OSError, HfHubHTTPError.__bases__[0])
 
-# HFValidationError is a ValueError of the client's own, for ids that can't exist.
-PUSH_ERRORS: tuple[type[Exception], ...] = (*CONNECTION_ERRORS, ValueError)
+# HFValidationError is a ValueError of the client's own, for ids that can't exist; RuntimeError is
+# what it wraps around whatever happened to the upload of one large file.
+PUSH_ERRORS: tuple[type[Exception], ...] = (*CONNECTION_ERRORS, ValueError, RuntimeError)
 
+_COMMIT = "commit to"
 RETRIED = (408, 429, 500, 502, 503, 504)
 MAX_TRIES = 5
 
@@ -113,15 +122,31 @@ def push_folder(
     Raises:
         PublishingError: For whatever can't be retried, in one sentence.
     """
-    files = sorted(p for p in folder.iterdir() if p.is_file() and is_allowed(p.name))
+    files = _allowed_files(folder)
     api = HfApi(token=token)
     operations = [CommitOperationAdd(path_in_repo=p.name, path_or_fileobj=str(p)) for p in files]
     return _tried(
         lambda: api.create_commit(repo_id, operations, commit_message=message, revision=revision),
-        "commit to",
+        _COMMIT,
         repo_id,
         pause,
     )
+
+
+def _allowed_files(folder: Path) -> list[Path]:
+    """What leaves; what stays is named, and a model without weights is no publication."""
+    found = sorted(p for p in folder.rglob("*") if p.is_file())
+    allowed = [p for p in found if p.parent == folder and is_allowed(p.name)]
+    kept = [str(p.relative_to(folder)) for p in found if p not in allowed]
+    if kept:
+        logger.warning("Not pushed, since it isn't on the allow-list: %s.", ", ".join(kept))
+    if not any(p.suffix == ".safetensors" for p in allowed):
+        raise PublishingError(
+            "There are no weights to publish.",
+            why="the model saved none under a name that readers look for.",
+            way_out="publish a transformers model or a PEFT adapter, which save safetensors.",
+        )
+    return allowed
 
 
 def remote_readme(
@@ -153,13 +178,30 @@ def _tried(call: Callable[[], T], what: str, repo_id: str, pause: float) -> T:
         try:
             return call()
         except PUSH_ERRORS as error:
-            status = _status(error)
-            is_connection = status is None and isinstance(error, CONNECTION_ERRORS)
+            cause = _cause(error)
+            status = _status(cause)
+            is_connection = status is None and isinstance(cause, CONNECTION_ERRORS)
             transient = status in RETRIED or is_connection
             if not transient or attempt == MAX_TRIES:
-                raise _explained(error, status, what, repo_id) from error
+                # A commit whose answer was lost may have arrived all the same.
+                is_unknown = is_connection and what == _COMMIT and _is_of_commit(cause)
+                raise _explained(cause, status, what, repo_id, is_unknown) from error
             time.sleep(pause * 2 ** (attempt - 1))
     raise AssertionError("unreachable")
+
+
+def _cause(error: Exception) -> Exception:
+    """What happened, below the client's wrapping."""
+    is_wrapped = isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception)
+    return error.__cause__ if is_wrapped else error  # type: ignore[return-value]
+
+
+def _is_of_commit(error: Exception) -> bool:
+    """Whether the request that failed was the commit itself, or nobody knows which it was."""
+    try:
+        return "/commit/" in str(error.request.url)  # type: ignore[attr-defined]
+    except (AttributeError, RuntimeError):  # the HTTP client's word for an error without a request
+        return True
 
 
 def _status(error: Exception) -> int | None:
@@ -178,13 +220,20 @@ _REASONS = {
 }
 
 
-def _explained(error: Exception, status: int | None, what: str, repo_id: str) -> PublishingError:
+def _explained(
+    error: Exception, status: int | None, what: str, repo_id: str, is_unknown: bool
+) -> PublishingError:
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     why, way_out = _REASONS.get(
-        status or 0, (first_line, "check the connection and push again; nothing was published")
+        status or 0, (first_line, "check the connection and push again, which is safe")
+    )
+    outcome = (
+        "Either all of it was published or nothing: the Hub's answer didn't arrive"
+        if is_unknown
+        else "Nothing was published"
     )
     return PublishingError(
         f"Could not {what} {repo_id!r} on the Hub" + (f" (HTTP {status})." if status else "."),
-        why=f"{why}. Nothing was published.",
+        why=f"{why}. {outcome}.",
         way_out=f"{way_out}. The trained model is safe on disk.",
     )

@@ -6,14 +6,25 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from hf_dpkfc.errors import DPKFCError, PublishingError
-from hf_dpkfc.publishing.card import formal_claim, split_metadata, stated_section
+from hf_dpkfc.publishing.card import (
+    formal_claim,
+    privacy_section,
+    read_card,
+    split_metadata,
+    stated_section,
+    typed_block,
+)
 from hf_dpkfc.publishing.statement import STATEMENT_NAME, PrivacyStatement
 from hf_dpkfc.publishing.upload import HUBS_OWN, PUSH_ERRORS, is_allowed
 
 TOLERANCE = 1e-6
+# What a download leaves beside the published files.
+_CLIENTS_OWN = (".git/", ".cache/huggingface/")
 
 
 @dataclass(frozen=True)
@@ -38,7 +49,8 @@ def _local(repo_or_folder: str, token: str | None) -> tuple[Path, list[str]]:
     """The card and the statement on disk, and the names of everything that was published."""
     folder = Path(repo_or_folder)
     if folder.is_dir():
-        return folder, sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+        found = (p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+        return folder, sorted(name for name in found if not name.startswith(_CLIENTS_OWN))
     from huggingface_hub import HfApi
 
     api = HfApi(token=token)
@@ -65,43 +77,65 @@ def _checks(folder: Path, files: list[str]) -> Iterator[Check]:
     forbidden = [name for name in files if not is_allowed(name) and name not in HUBS_OWN]
     yield Check("files", not forbidden, ", ".join(forbidden) or f"{len(files)}, all allowed")
     try:
-        statement = PrivacyStatement.load(folder)
-        statement.require_publishable()
+        statement = PrivacyStatement.load(folder).require_publishable()
+        metadata, body = split_metadata(read_card(folder / "README.md") or "")
     except DPKFCError as error:
-        yield Check("statement", False, error.what)
+        yield Check("statement and card", False, f"{error.what} {error.why}")
         return
     yield from _check_numbers(statement, folder)
+    yield _check_text(statement, stated_section(body))
+    yield from _check_metadata(statement, metadata.get("differential_privacy"))
 
 
 def _check_numbers(statement: PrivacyStatement, folder: Path) -> Iterator[Check]:
     plan = statement.plan
     published = json.loads((folder / STATEMENT_NAME).read_text())
     second = published.get("second_opinion")
-    for accountant, claimed in (
-        (plan.accountant, published.get("epsilon")),
-        (statement.other_accountant, second.get("epsilon") if isinstance(second, dict) else None),
+    for accountant, claimed, recomputed in (
+        (plan.accountant, published.get("epsilon"), plan.epsilon),
+        (
+            statement.other_accountant,
+            second.get("epsilon") if isinstance(second, dict) else None,
+            statement.second_opinion,
+        ),
     ):
-        recomputed = plan.epsilon_at(plan.steps, accountant)
-        yield Check(
-            f"ε ({accountant.upper()})",
-            _equal(claimed, recomputed),
-            f"claimed {claimed}, recomputed {recomputed:.6g}",
-        )
+        holds = claimed is None if recomputed is None else _equal(claimed, recomputed)
+        detail = f"claimed {claimed}, recomputed {recomputed}"
+        yield Check(f"ε ({accountant.upper()})", holds, detail)
     yield Check(
         "releases",
         statement.num_releases <= plan.steps,
         f"{statement.num_releases} of {plan.steps} planned",
     )
-    readme = folder / "README.md"
-    metadata, body = split_metadata(readme.read_text() if readme.exists() else "")
+
+
+def _check_text(statement: PrivacyStatement, stated: str) -> Check:
+    """Word for word where this version wrote it; another version's only for its claim."""
     claim = formal_claim(statement)
-    is_stated = claim in stated_section(body)
-    yield Check("card's text", is_stated, f"{claim}{'' if is_stated else ' is not what it says'}")
-    block = metadata.get("differential_privacy")
+    written_by = statement.versions.get("hf-dpkfc")
+    if written_by != version("hf-dpkfc"):
+        detail = f"{claim} (written by hf-dpkfc {written_by}: the rest wasn't compared)"
+        return Check("card's text", claim in stated, detail)
+    differing = _first_difference(stated.strip(), privacy_section(statement).strip())
+    return Check("card's text", differing is None, differing or f"{claim}, and all else")
+
+
+def _first_difference(stated: str, expected: str) -> str | None:
+    """The first line that isn't as the statement has it; None if there is none."""
+    ours, theirs = expected.splitlines(), stated.splitlines()
+    for number, line in enumerate(ours):
+        if number >= len(theirs) or theirs[number] != line:
+            found = theirs[number] if number < len(theirs) else "nothing"
+            return f"it says {found[:100]!r}, the statement {line[:100]!r}"
+    return None if len(theirs) == len(ours) else f"it adds {theirs[len(ours)][:100]!r}"
+
+
+def _check_metadata(statement: PrivacyStatement, block: Any) -> Iterator[Check]:
     block = block if isinstance(block, dict) else {}
-    for name, value in (("epsilon", plan.epsilon), ("delta", plan.delta)):
+    for name, value in typed_block(statement).items():
         stated = block.get(name)
-        yield Check(f"card's {name}", _equal(stated, value), f"{stated} against {value:.6g}")
+        holds = _equal(stated, value) if isinstance(value, float) else stated == value
+        yield Check(f"card's {name}", holds, f"{stated} against {value}")
 
 
 def _equal(claimed: object, recomputed: float) -> bool:

@@ -90,9 +90,11 @@ def test_a_tenth_of_the_noise_is_caught_in_one_training(monkeypatch, figure):
     assert not result.holds
 
 
-def test_canaries_are_clipped_and_can_be_told_apart():
-    stage = tiny_stage(16)
-    directions = stage.unsafe_directions(stage.geometry.fit(0, stage.query), 1.0)
+@pytest.mark.parametrize("clip_norm", [0.01, 1.0, 1000.0])
+def test_canaries_are_clipped_and_can_be_told_apart(clip_norm):
+    stage = tiny_stage(16, clip_norm=clip_norm)
+    maps = stage.geometry.fit(0, stage.query)
+    directions = stage.unsafe_directions(maps, clip_norm) / clip_norm
     gram = (directions @ directions.T).numpy()
     assert np.diag(gram) == pytest.approx(np.ones(16), abs=2e-3)
     assert np.linalg.eigvalsh(gram).min() > 0.2

@@ -197,6 +197,24 @@ def test_a_run_whose_factors_saw_records_shows_no_epsilon(run):
     assert "ε spent" not in page
 
 
+def test_an_interrupted_run_whose_factors_saw_records_shows_no_epsilon(run):
+    (run / "privacy_statement.json").unlink()
+    path = run / "privacy_ledger.jsonl"
+    text = path.read_text()
+    assert '"claims_privacy": true' in text
+    path.write_text(text.replace('"claims_privacy": true', '"claims_privacy": false'))
+    page = page_of(run)
+    assert "No ε is claimed" in page
+    assert "ε spent" not in page
+
+
+def test_an_empty_ledger_is_told_and_counts_nothing(run):
+    (run / "privacy_ledger.jsonl").write_text("")
+    page = page_of(run)
+    assert "can&#x27;t be read" in page
+    assert "ε spent" not in page
+
+
 def test_a_report_of_a_search_states_its_cost(run):
     (run / "privacy_tuning.json").write_text(json.dumps({"statement": "7 trials spend ε = 9"}))
     assert "7 trials spend ε = 9" in page_of(run)

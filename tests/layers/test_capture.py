@@ -169,3 +169,46 @@ def test_complete_cancellation_is_never_under_estimated():
     exact = OuterGradient(gradient.a.double(), gradient.delta.double())
     truth = torch.cat([g.square().sum((1, 2)) for _, g in exact.dense_chunks()])
     assert gradient.sq_norms() >= truth
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x, gate=None):
+        return x * self.weight * (1 if gate is None else gate)
+
+
+class GatedNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gated = Gated()
+
+    def forward(self, x):
+        return self.gated(x, 10 * torch.ones_like(x))
+
+
+def test_a_small_layer_with_a_second_argument_is_refused():
+    """Its rule takes the first alone: the gradient would be ten times too small."""
+    model = GatedNet()
+    with pytest.raises(UnsupportedLayerError, match="several arguments"):
+        capture(
+            model, inspect_model(model), lambda m, i: m(i["x"]).sum(1), {"x": torch.ones(2, 4)}, 2
+        )
+
+
+class FlatPositions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.positions = nn.Embedding(8, 4)
+
+    def forward(self, x):
+        return x + self.positions(torch.arange(x.shape[1]))
+
+
+def test_positions_without_a_batch_dimension_are_refused():
+    """[T] ids with T a multiple of the batch would be cut up among the examples."""
+    model, x = FlatPositions(), torch.randn(4, 8, 4)
+    with pytest.raises(UnsupportedLayerError, match="positions"):
+        capture(model, inspect_model(model), lambda m, i: m(i["x"]).sum((1, 2)), {"x": x}, 4)

@@ -10,10 +10,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hf_dpkfc.curvature.fit import CurvatureOptions, fit_preconditioner
-from hf_dpkfc.curvature.preconditioner import ElementwiseMap, Preconditioner, ScalarMap
+from hf_dpkfc.curvature.preconditioner import (
+    ElementwiseMap,
+    KroneckerMap,
+    Preconditioner,
+    ScalarMap,
+)
 from hf_dpkfc.curvature.probes import PinkNoiseProbe
+from hf_dpkfc.curvature.roots import root_of_rows
 from hf_dpkfc.errors import ConfigurationError
-from hf_dpkfc.layers.gradients import OuterGradient
+from hf_dpkfc.layers.gradients import OuterGradient, RowGradient
 from hf_dpkfc.layers.routes import inspect_model
 from hf_dpkfc.losses import TaskLoss, task_of
 from hf_dpkfc.mechanism.clipping import ClippedSum, Clipper
@@ -215,3 +221,77 @@ def test_a_huge_side_cannot_hide_behind_a_tiny_one(linear, sides):
     true_norm = float(gradient.delta[0, 0].double().norm() * gradient.a[0, 0].double().norm())
     assert true_norm > 5e-4
     assert (linear.sq_norms(gradient, {}).sqrt() > 0.999 * true_norm).all()
+
+
+def cancelling(size, positions=280, width=384):
+    """Records of which the first one's positions cancel but for one; T is past the Gram route."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(8, positions, width, generator=generator)
+    v = 1e-3 * torch.randn(8, positions, width, generator=generator)
+    half = positions // 2
+    x[0, half:] = x[0, :half]
+    v[0, :half] = size * torch.randn(half, width, generator=generator)
+    v[0, half:] = -v[0, :half]
+    v[0, 0] += torch.randn(width, generator=generator)
+    return {"x": x, "v": v}
+
+
+@pytest.mark.parametrize("size", [1e2, 1e5, 1e6])
+@pytest.mark.parametrize("kind", ["none", "diagonal"])
+def test_positions_that_cancel_do_not_hide_a_gradient(kind, size, monkeypatch):
+    monkeypatch.setattr("hf_dpkfc.layers.gradients.MAX_KEPT_ELEMENTS", 0)  # as in a large batch
+    model = nn.Linear(384, 384, bias=False)
+    maps = {"": ElementwiseMap(torch.rand(384, 384) + 0.5)} if kind == "diagonal" else {}
+    loss = lambda m, i: (m(i["x"]) * i["v"]).sum((1, 2))  # noqa: E731
+    clipper = Clipper(model, inspect_model(model), Preconditioner(maps), loss, 1.0)
+    inputs = cancelling(size)
+    moved = difference(
+        clipper.sum_of([(inputs, 8)]), clipper.sum_of([(subset(inputs, slice(1, 8)), 7)])
+    )
+    assert norm(moved) <= 1.0
+
+
+def test_rows_that_cancel_do_not_hide_a_gradient():
+    delta = torch.randn(1, 40, 16, generator=torch.Generator().manual_seed(0)) * 1e6
+    delta[:, 20:] = -delta[:, :20]
+    delta[:, 0] += 1
+    gradient = RowGradient(torch.zeros(1, 40, dtype=torch.long), delta, 3)
+    weights = 1 / gradient.sq_norms().sqrt()
+    orders = [torch.randperm(40, generator=torch.Generator().manual_seed(s)) for s in range(20)]
+    sums = [RowGradient(gradient.ids, delta[:, order], 3).weighted_sum(weights) for order in orders]
+    assert max(float(total.norm()) for total in sums) <= 1.0
+
+
+def aligned_map(damping, width=256):
+    """A map from nearly rank-one factors, and the direction that it shrinks most."""
+    generator = torch.Generator().manual_seed(0)
+    direction = torch.randn(width, generator=generator, dtype=torch.float64)
+    rows = direction * torch.randn(64, 1, generator=generator, dtype=torch.float64)
+    rows = rows + 1e-6 * torch.randn(64, width, generator=generator, dtype=torch.float64)
+    root = root_of_rows(rows, damping, 8)
+    linear = KroneckerMap(root, root).to(torch.device("cpu"), torch.float32)
+    return linear, (direction / direction.norm()).float()
+
+
+def aligned_clipper(damping):
+    linear, direction = aligned_map(damping)
+    model = nn.Linear(256, 256, bias=False)
+    loss = lambda m, i: (m(i["x"]) * i["v"]).sum((1, 2))  # noqa: E731
+    table = inspect_model(model)
+    return Clipper(model, table, Preconditioner({"": linear}), loss, 1.0), direction
+
+
+@pytest.mark.parametrize("damping", [1.0, 0.1, 0.01])
+def test_a_gradient_where_both_roots_are_smallest_stays_below_c(damping):
+    clipper, direction = aligned_clipper(damping)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(20):
+        x, v = (direction * torch.randn(1, 4, 1, generator=generator) for _ in range(2))
+        assert norm(clipper.sum_of([({"x": x, "v": 1e6 * v}, 1)]).values) <= 1.0
+
+
+def test_a_condition_beyond_the_precision_is_refused():
+    """At 1e-4 the same gradient came out at 1.56 C under the capped margin."""
+    clipper, _ = aligned_clipper(1e-4)
+    with pytest.raises(ConfigurationError, match="condition number"):
+        clipper.sum_of([])

@@ -55,11 +55,44 @@ def test_noise_has_its_variance_over_ten_million_draws(secure, figure):
 @pytest.mark.parametrize("secure", [False, True])
 def test_noise_is_normal(secure):
     """Kolmogorov-Smirnov on 10^6 draws; the bound has false-alarm probability 2e-8 (DKW)."""
-    drawn = np.sort(randomness(secure=secure).stream("noise").normal(10**6).astype(np.float64))
+    drawn = np.sort(randomness(secure=secure).stream("noise").normal(10**6, np.float32))
     from scipy.stats import norm
 
     empirical = np.arange(1, len(drawn) + 1) / len(drawn)
     assert np.abs(norm.cdf(drawn) - empirical).max() < 3.04e-3
+
+
+@pytest.mark.parametrize("secure", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_noise_is_as_fine_as_what_it_hides(secure, dtype):
+    """On a coarser grid than the sum's, the sum's own low bits would be released as they are."""
+    zero = ClippedSum({"w": torch.zeros(10_000, dtype=dtype)}, 1.0)
+    drawn = privatize(zero, 1.0, 1, randomness(secure=secure))["w"]
+    assert drawn.dtype == dtype
+    if_coarser = {torch.float32: torch.bfloat16, torch.float64: torch.float32}[dtype]
+    assert (drawn.to(if_coarser).to(dtype) == drawn).double().mean() < 0.1
+
+
+def test_secure_noise_is_rounded_once_after_the_sum():
+    """Rounded before, noise lies on a grid that a sum's low bits shift: which sum, shows."""
+    value = torch.full((10_000,), 0.0123)
+    stream = randomness(secure=True).stream("noise").normal(10_000, np.float32)
+    noisy = privatize(ClippedSum({"w": value}, 1.0), 0.7, 1, randomness(secure=True))["w"]
+    exact = torch.from_numpy(stream * 0.7 + value.double().numpy())
+    assert torch.equal(noisy, exact.float())
+    coarse = torch.from_numpy(stream.astype(np.float32)) * 0.7 + value
+    assert not torch.equal(noisy, coarse)
+
+
+def test_a_secure_number_is_made_of_four_independent_draws():
+    """Both halves of a Box-Muller pair in one sum would be a single draw of two-thirds the bits."""
+    stream = randomness(secure=True).stream("noise")
+    size = 1000
+    u = 1 - stream._uniform(4 * size, block=1)
+    radius, angle = np.sqrt(-2 * np.log(u[: 2 * size])), 2 * np.pi * u[2 * size :]
+    pairs = np.stack([radius * np.cos(angle), radius * np.sin(angle)]).reshape(2, 2, size)
+    summed = (pairs[0, :, 1] + pairs[1, :, 0]).sum() / 2
+    assert stream.normal(size, np.float32)[1] == pytest.approx(summed)
 
 
 def correlation(one, two):
@@ -99,7 +132,7 @@ def test_parameters_of_one_step_get_independent_noise():
 
 @pytest.mark.statistical
 def test_chunks_of_one_draw_are_independent():
-    drawn = torch.from_numpy(randomness().stream("noise").normal(2 * CHUNK)).view(2, -1)
+    drawn = torch.from_numpy(randomness().stream("noise").normal(2 * CHUNK, np.float32)).view(2, -1)
     assert abs(correlation(*drawn)) < 5 / math.sqrt(CHUNK)
 
 
@@ -120,7 +153,12 @@ def test_all_bits_of_the_key_matter():
     for bit in range(256):
         flipped = bytearray(KEY.secret)
         flipped[bit // 8] ^= 1 << bit % 8
-        draws.add(randomness(key=SecretKey(bytes(flipped))).stream("noise").normal(4).tobytes())
+        draws.add(
+            randomness(key=SecretKey(bytes(flipped)))
+            .stream("noise")
+            .normal(4, np.float32)
+            .tobytes()
+        )
     assert len(draws) == 256
 
 

@@ -213,3 +213,11 @@ def test_the_digest_quotes_the_whole_file(tmp_path):
         before = ledger.digest
         ledger.charge(0, "d")
         assert ledger.digest != before
+
+
+def test_a_run_claims_its_epsilon_from_the_first_step_or_not_at_all(tmp_path):
+    """Else an oracle run, resumed with data-free probes, would end with a claim."""
+    paths = (tmp_path / "ledger.jsonl", tmp_path / "head")
+    PrivacyLedger(*paths, PLAN, mac, claims_privacy=False).close()
+    with pytest.raises(LedgerError, match="another kind of probe"):
+        PrivacyLedger(*paths, PLAN, mac, claims_privacy=True)

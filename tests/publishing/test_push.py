@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import hub_server
 import models
 import peft
 import pytest
 import settings
+import tokenizers_zoo
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    DataCollatorWithPadding,
+)
 
+from hf_dpkfc import DPKFCTrainer
 from hf_dpkfc.cli import main
 from hf_dpkfc.errors import PublishingError
 from hf_dpkfc.publishing import upload
 from hf_dpkfc.publishing.card import split_metadata
+from hf_dpkfc.publishing.statement import PrivacyStatement
 from hf_dpkfc.publishing.upload import is_allowed
 
 pytestmark = pytest.mark.hub
@@ -48,14 +56,23 @@ def test_a_model_comes_back_with_equal_weights_and_a_card(hub, tmp_path, private
     assert b"If you were in the training data" in pushed(hub).files["README.md"]
 
 
-def test_a_lora_adapter_comes_back_through_peft(hub, tmp_path):
+@pytest.mark.parametrize(
+    ("private", "name"), [(False, "default"), (True, "default"), (False, "mine")]
+)
+def test_a_lora_adapter_comes_back_through_peft(hub, tmp_path, private, name):
     config = peft.LoraConfig(r=2, target_modules=["query", "value"], task_type="SEQ_CLS")
-    model = peft.get_peft_model(settings.bert(), config)
-    trainer = trained(tmp_path, model, rank=None)
+    base = settings.bert()
+    base.name_or_path = base.config._name_or_path = "/home/alice/checkpoint"
+    model = peft.get_peft_model(base, config, adapter_name=name)
+    trainer = trained(tmp_path, model, rank=None, hub_private_repo=private)
     trainer.push_to_hub()
+    assert pushed(hub).private is private
+    assert b"alice" not in b"".join(pushed(hub).files.values())
     assert "adapter_model.safetensors" in pushed(hub).files
     assert "model.safetensors" not in pushed(hub).files
-    back = peft.PeftModel.from_pretrained(settings.bert(), "tester/private-model")
+    back = peft.PeftModel.from_pretrained(
+        settings.bert(), "tester/private-model", adapter_name=name
+    )
     ours = {n: p for n, p in trainer.model.named_parameters() if "lora" in n}
     theirs = dict(back.named_parameters())
     assert ours
@@ -97,7 +114,8 @@ def test_the_statement_says_nothing_of_seed_key_or_data(hub, tmp_path):
     assert statement["epsilon"] <= 3.0
 
 
-CALLS = ["/api/repos/create", "/preupload/", "/objects/batch", "/lfs/", "/commit/"]
+CALLS = ["/api/repos/create", "/preupload/", "/objects/batch", "PUT /lfs/", "POST /lfs/"]
+CALLS += ["/commit/"]
 CALLS += ["/resolve/", "/api/validate-yaml"]
 
 
@@ -117,7 +135,7 @@ def test_a_passing_fault_is_retried(hub, tmp_path, call, fault):
         for call in ("/api/repos/create", "/preupload/", "/commit/")
         for fault in (401, 403, 404)
     ]
-    + [("/preupload/", 409), ("/commit/", 409)],
+    + [("/preupload/", 409), ("/commit/", 409), ("PUT /lfs/", 403)],
 )
 def test_a_lasting_fault_is_one_clear_error_and_nothing_is_published(hub, tmp_path, call, fault):
     trainer = trained(tmp_path)
@@ -129,14 +147,26 @@ def test_a_lasting_fault_is_one_clear_error_and_nothing_is_published(hub, tmp_pa
 
 def test_a_hub_that_stays_down_is_given_up_with_nothing_published(hub, tmp_path):
     trainer = trained(tmp_path)
-    hub.fail("/commit/", "drop", times=99)
+    hub.fail("/preupload/", "drop", times=99)
     with pytest.raises(PublishingError, match="Nothing was published"):
         trainer.push_to_hub()
     assert not pushed(hub).files
 
 
-def test_a_failed_push_in_between_does_not_cost_the_training(hub, tmp_path):
-    hub.fail("/commit/", 403, times=99)
+@pytest.mark.parametrize(("fault", "arrived"), [("drop", False), ("mute", True)])
+def test_a_commit_without_an_answer_is_whole_or_not_there_and_nobody_says_which(
+    hub, tmp_path, fault, arrived
+):
+    trainer = trained(tmp_path)
+    hub.fail("/commit/", fault, times=99)
+    with pytest.raises(PublishingError, match="Either all of it was published or nothing"):
+        trainer.push_to_hub()
+    assert bool(pushed(hub).files) is arrived
+
+
+@pytest.mark.parametrize("call", ["/commit/", "PUT /lfs/"])
+def test_a_failed_push_in_between_does_not_cost_the_training(hub, tmp_path, call):
+    hub.fail(call, 403, times=99)
     trainer = trained(
         tmp_path, push_to_hub=True, hub_strategy="every_save", save_strategy="steps", save_steps=1
     )
@@ -169,6 +199,15 @@ def test_a_ledger_changed_after_training_is_not_published(hub, tmp_path):
     with pytest.raises(PublishingError, match="isn't the ledger"):
         trainer.push_to_hub()
     assert not hub.repos
+
+
+def test_an_oracle_run_is_not_published_under_a_changed_statement(hub, tmp_path):
+    trained(tmp_path, probe="oracle").save_model()
+    path = tmp_path / "privacy_statement.json"
+    path.write_text(path.read_text().replace('"claims_privacy": false', '"claims_privacy": true'))
+    back = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    with pytest.raises(PublishingError, match="isn't the ledger"):
+        settings.trainer(tmp_path, back, hub_token=hub_server.TOKEN).push_to_hub()
 
 
 def test_a_missing_token_is_said(hub, tmp_path, monkeypatch):
@@ -281,6 +320,35 @@ def test_weights_that_the_ledger_does_not_cover_are_not_published(hub, tmp_path)
     back = AutoModelForSequenceClassification.from_pretrained(tmp_path)
     settings.trainer(tmp_path, back, max_steps=2, **options).push_to_hub()
     assert pushed(hub).files
+
+
+def test_a_folder_without_weights_is_not_pushed(hub, tmp_path):
+    (tmp_path / "README.md").write_text("# Nothing else\n")
+    with pytest.raises(PublishingError, match="no weights"):
+        upload.push_folder(tmp_path, "tester/private-model")
+
+
+def test_a_tokenizer_that_only_the_collator_has_is_pushed(hub, tmp_path):
+    tokenizer = tokenizers_zoo.build("bert")
+    trainer = DPKFCTrainer(
+        model=settings.bert(),
+        args=settings.config(
+            tmp_path, max_steps=1, hub_token=hub_server.TOKEN, hub_model_id="tester/private-model"
+        ),
+        train_dataset=settings.text_data(),
+        data_collator=DataCollatorWithPadding(tokenizer),
+    )
+    trainer.train()
+    trainer.push_to_hub()
+    assert "tokenizer.json" in pushed(hub).files
+
+
+def test_an_audit_that_was_attached_is_pushed(hub, tmp_path):
+    trainer = trained(tmp_path)
+    audit = {"method": "planted", "confidence": 0.9, "bound": 0.1, "claim": 0.5}
+    replace(PrivacyStatement.load(tmp_path), audit=audit).save(tmp_path)
+    trainer.push_to_hub()
+    assert b"**Audit.** planted" in pushed(hub).files["README.md"]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from hf_dpkfc import PrivacyPlan
+from hf_dpkfc.cli import main
 from hf_dpkfc.errors import PublishingError
 from hf_dpkfc.publishing.card import END, START, CardFacts, render_card, split_metadata
 from hf_dpkfc.publishing.statement import PrivacyStatement
@@ -19,7 +20,7 @@ STATEMENT = PrivacyStatement(
     ledger_sha256="ab" * 32,
     claims_privacy=True,
     preconditioner={"kind": "kfac", "probe": "auto", "is_data_free": True},
-    randomness="Philox",
+    randomness="Philox, keyed with 256 bits from the operating system",
     world_size=1,
     logged_unsafe_metrics=False,
     versions={"hf-dpkfc": "0.1.0"},
@@ -47,6 +48,121 @@ def test_a_statement_without_guarantee_is_refused(change, match):
 
 def test_json_round_trip():
     assert PrivacyStatement.from_json(STATEMENT.to_json()) == STATEMENT
+
+
+def changed(**fields):
+    return json.dumps(json.loads(STATEMENT.to_json()) | fields)
+
+
+MALFORMED = [
+    {"audit": {}},
+    {"audit": [1]},
+    {"audit": {"method": "m", "confidence": 0.9, "bound": "low", "claim": 1.0}},
+    {"num_releases": "9"},
+    {"num_releases": None},
+    {"preconditioner": {}},
+    {"versions": None},
+    {"dp_optimizer": {"name": "disk"}},
+    {"dp_optimizer": {"name": "unknown"}},
+]
+
+
+@pytest.mark.parametrize("fields", MALFORMED, ids=json.dumps)
+def test_a_malformed_statement_is_one_typed_error(tmp_path, fields, capsys):
+    (tmp_path / "privacy_statement.json").write_text(changed(**fields))
+    with pytest.raises(PublishingError, match="can't be read"):
+        PrivacyStatement.load(tmp_path)
+    assert main(["verify", str(tmp_path)]) == 1
+    assert main(["card", str(tmp_path)]) == 2
+
+
+def test_a_card_that_is_no_text_is_one_typed_error(tmp_path, capsys):
+    STATEMENT.save(tmp_path)
+    (tmp_path / "README.md").write_bytes(b"\xff\xfe\x00")
+    assert main(["verify", str(tmp_path)]) == 1
+    assert main(["card", str(tmp_path)]) == 2
+    assert "UTF-8" in capsys.readouterr().err
+
+
+@pytest.fixture
+def published(tmp_path):
+    STATEMENT.save(tmp_path)
+    (tmp_path / "README.md").write_text(render_card(STATEMENT, FACTS))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("**Guarantee.** ε = ", "**Guarantee.** ε = 0.01, not "),
+        ("a factor of e^", "a factor of e^0.01, not "),
+        ("Second opinion (PRV): ε = ", "Second opinion (PRV): ε = 0.1, not "),
+        ("100 taken", "1 taken"),
+        ("noise_multiplier: 1.5", "noise_multiplier: 10.0"),
+        ("adjacency: zero-out", "adjacency: replace-one"),
+        ("unit: one row of the training set", "unit: one person with all rows"),
+        ("steps: 100", "steps: 1"),
+    ],
+)
+def test_verify_sees_every_changed_word_of_the_claim(published, old, new):
+    path = published / "README.md"
+    assert all(check.holds for check in verify(str(published)))
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+    assert not all(check.holds for check in verify(str(published)))
+
+
+def test_verify_of_another_versions_card_compares_its_claim(tmp_path):
+    older = dataclasses.replace(STATEMENT, versions={"hf-dpkfc": "0.0.1"})
+    older.save(tmp_path)
+    text = render_card(older, FACTS).replace("may still be learnt", "can still be learnt")
+    (tmp_path / "README.md").write_text(text)
+    assert all(check.holds for check in verify(str(tmp_path)))
+    (tmp_path / "README.md").write_text(text.replace("the training is (", "the training is (0."))
+    assert not all(check.holds for check in verify(str(tmp_path)))
+
+
+@pytest.mark.parametrize("name", [".git/config", ".cache/huggingface/download/x.lock"])
+def test_verify_passes_over_what_a_download_leaves(published, name):
+    (published / name).parent.mkdir(parents=True)
+    (published / name).write_text("")
+    assert all(check.holds for check in verify(str(published)))
+
+
+def test_a_new_training_in_an_old_folder_keeps_none_of_the_old_facts():
+    old = render_card(STATEMENT, FACTS)
+    plan = dataclasses.replace(STATEMENT.plan, noise_multiplier=2.0)
+    new = dataclasses.replace(STATEMENT, plan=plan)
+    text = render_card(new, CardFacts("Other"), old)
+    assert "# Other" in text
+    assert all(fact not in text for fact in ("# Mine", "org/base", "0.9", "text-classification"))
+
+
+def test_results_written_by_hand_stay_beside_ours():
+    theirs = {"name": "by hand", "results": []}
+    header = yaml.safe_dump({"model-index": [theirs], "metrics": ["bleu"], "datasets": "a/b"})
+    text = f"---\n{header}---\ntext\n"
+    for _ in range(2):
+        text = render_card(STATEMENT, FACTS, text)
+    metadata, _ = split_metadata(text)
+    assert [entry["name"] for entry in metadata["model-index"]] == ["by hand", "Mine"]
+    assert metadata["metrics"] == ["bleu", "accuracy"]
+    assert metadata["datasets"] == ["a/b", "org/data"]
+
+
+@pytest.mark.parametrize(("sigma", "is_weak"), [(1.5, False), (0.6, True)])
+def test_a_large_epsilon_is_called_weak(sigma, is_weak):
+    plan = dataclasses.replace(STATEMENT.plan, noise_multiplier=sigma)
+    assert (plan.epsilon > 3) is is_weak
+    card = render_card(dataclasses.replace(STATEMENT, plan=plan), FACTS)
+    assert ("weak bound" in card) is is_weak
+
+
+def test_an_epsilon_too_large_for_prv_has_no_second_opinion():
+    plan = dataclasses.replace(STATEMENT.plan, noise_multiplier=0.15)
+    statement = dataclasses.replace(STATEMENT, plan=plan)
+    assert statement.second_opinion is None
+    assert "not computed, ε is too large" in render_card(statement, FACTS)
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"plan": {}}'])
