@@ -103,6 +103,30 @@ MUTANTS = {
             f"{_REFERENCE}[0.05-bert-full-none]",
         ),
     ),
+    "margin_of_one_root_alone": Mutant(
+        "hf_dpkfc.curvature.preconditioner",
+        "return math.prod(high / low for low, high in ranges)",
+        "return max(high / low for low, high in ranges)",
+        (f"{_CLIPPING}::test_a_condition_beyond_the_precision_is_refused",),
+    ),
+    "sum_from_other_matrices": Mutant(
+        "hf_dpkfc.layers.gradients",
+        "if not self.prefers_gram:\n            # The very",
+        "if False:\n            # The very",
+        (f"{_CLIPPING}::test_positions_that_cancel_do_not_hide_a_gradient[none-1000000.0]",),
+    ),
+    "coarse_noise": Mutant(
+        "hf_dpkfc.mechanism.noise",
+        "np.float64 if is_fine else np.float32",
+        "np.float32",
+        (f"{_NOISE}::test_noise_is_as_fine_as_what_it_hides[dtype1-False]",),
+    ),
+    "oracle_run_claims_after_a_resume": Mutant(
+        "hf_dpkfc.privacy.ledger",
+        'header.get("claims_privacy") is not self.claims_privacy',
+        "False",
+        (f"{_LEDGER}::test_a_run_claims_its_epsilon_from_the_first_step_or_not_at_all",),
+    ),
     "actual_batch_mean": Mutant(
         "hf_dpkfc.mechanism.noise",
         "noisy_sum.div_(expected_batch_size)",
