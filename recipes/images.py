@@ -46,6 +46,13 @@ class Images(Dataset[dict[str, Tensor]]):
         order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
         return Images(self.pixel_values[order], self.labels[order])
 
+    def standardised(self) -> Images:
+        """Each image by itself to zero mean and unit deviation: private, and as the probes are."""
+        values = self.pixel_values
+        means = values.mean((1, 2, 3), keepdim=True)
+        deviations = values.std((1, 2, 3), keepdim=True).clamp(min=1e-3)  # a blank image stays
+        return Images((values - means) / deviations, self.labels)
+
     def with_channels(self, channels: int) -> Images:
         """Grey images as colour ones, all channels equal."""
         count, own, height, width = self.pixel_values.shape

@@ -36,7 +36,7 @@ def _adam_grid(rates: list[float], clip_norms: list[float]) -> tuple[Setting, ..
 
 # By optimizer family. lr·C for SGD with momentum 0.9, lr for the others.
 GRIDS: Mapping[str, tuple[Setting, ...]] = {
-    "sgd": _sgd_grid([0.1, 0.3, 1.0], [0.25, 2.0]),
+    "sgd": _sgd_grid([0.05, 0.15, 0.5], [0.25, 2.0]),
     "adamw": _adam_grid([3e-4, 1e-3, 3e-3], [0.1, 1.0]),
     "adambc": _adam_grid([1e-3, 3e-3, 1e-2], [0.1, 1.0]),
 }

@@ -77,3 +77,12 @@ def test_shuffling_keeps_pairs_together():
     shuffled = rows.shuffled()
     at = {pixels.sum().item(): label.item() for pixels, label in map(dict.values, rows)}
     assert all(at[r["pixel_values"].sum().item()] == r["labels"].item() for r in shuffled)
+
+
+def test_standardised_images_have_zero_mean_and_unit_deviation_each():
+    rows = images.normalised(np.random.default_rng(0).integers(0, 256, (4, 28, 28)), np.arange(4))
+    rows.pixel_values[3] = -1.0  # blank
+    values = rows.standardised().pixel_values
+    assert values.mean((1, 2, 3)).abs().max() < 1e-5
+    torch.testing.assert_close(values[:3].std((1, 2, 3)), torch.ones(3))
+    assert values[3].abs().max() == 0
