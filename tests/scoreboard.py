@@ -48,6 +48,9 @@ ROWS = {
             f"{_CLIPPING}one_example_moves_the_sum_by_at_most_its_sensitivity_in_2000_cases",
             f"{_CLIPPING}a_non_finite_example_contributes_zero_and_leaves_the_others_unchanged",
             f"{_CLIPPING}an_empty_batch_gives_zeros",
+            f"{_CLIPPING}positions_that_cancel_do_not_hide_a_gradient",
+            f"{_CLIPPING}rows_that_cancel_do_not_hide_a_gradient",
+            f"{_CLIPPING}a_gradient_where_both_roots_are_smallest_stays_below_c",
         ),
     ),
     "G3": Row(
@@ -224,7 +227,8 @@ def run(names: list[str]) -> dict[str, dict]:
 
     collector = Collector()
     tests = sorted({test for name in names for test in ROWS[name].tests})
-    pytest.main(["-q", "--rootdir", str(FOLDER.parent), *tests], plugins=[collector])
+    parallel = ["-n", "auto", "--dist", "worksteal"]
+    pytest.main(["-q", "--rootdir", str(FOLDER.parent), *parallel, *tests], plugins=[collector])
     return collector.results
 
 

@@ -26,6 +26,13 @@ def test_nothing_failed_in_the_last_run():
     assert failed == []
 
 
+def test_every_row_was_run():
+    stored = scoreboard.stored()["tests"]
+    rows = scoreboard.ROWS.items()
+    missing = [n for n, row in rows if not any(scoreboard.belongs(t, row) for t in stored)]
+    assert missing == []
+
+
 def test_a_row_that_was_not_run_says_so():
     assert "| not run |" in scoreboard.render({}, "never")
 

@@ -144,12 +144,22 @@ def test_the_callers_args_are_not_modified(tmp_path):
     assert args.to_dict() == before
 
 
+def fresh_bert():
+    """With initial weights from the global generator, as HF seeds it."""
+    return type(settings.bert())(settings.bert().config).float()
+
+
 def test_the_same_seed_gives_the_same_start_and_other_noise(tmp_path):
-    finals = []
+    starts, maps, finals = [], [], []
     for name in "ab":
-        trainer = settings.trainer(tmp_path / name, seed=42)
+        torch.manual_seed(len(finals))  # what the process drew before must not matter
+        trainer = settings.trainer(tmp_path / name, seed=42, model_init=fresh_bert, max_steps=1)
+        starts.append(settings.weights(trainer.model))
         trainer.train()
+        maps.append(trainer.preconditioner.fingerprint)
         finals.append(settings.weights(trainer.model))
+    assert torch.equal(*starts)
+    assert maps[0] == maps[1]
     assert not torch.equal(*finals)
 
 
