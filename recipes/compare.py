@@ -6,7 +6,8 @@
 Every arm gets one short trial for each point of its grid (methods.py) at every ε, then one full run
 for each seed with the point that was best on validation. Each result is one JSON file
 under recipes/results/TASK, written when it is there and never again: what exists is skipped, so an
-interrupted comparison goes on where it stopped. Options that compare.py doesn't know go to the
+interrupted comparison goes on where it stopped. The first Synthetic DP-KFC run at each ε leaves its
+privacy card and statement in model_cards/. Options that compare.py doesn't know go to the
 recipe.
 """
 
@@ -30,6 +31,7 @@ from typing import Any
 import tables
 from methods import METHODS, Setting
 from task import (
+    CARDS,
     RESULTS,
     TRIAL_SEED,
     Task,
@@ -83,6 +85,13 @@ class Comparison:
     arms: tuple[Arm, ...]
     seeds: tuple[int, ...]
     results: Path
+    cards: Path
+
+    def card_folder(self, arm: Arm, seed: int) -> Path | None:
+        """Where a run's card goes: one for each ε, that of the first data-free DP-KFC run."""
+        if (arm.method, seed) != ("synthetic", self.seeds[0]):
+            return None
+        return self.cards / f"{self.task.name}_eps{arm.epsilon:g}"
 
     @property
     def task(self) -> Task:
@@ -183,8 +192,10 @@ def _work_trial(recipe: Recipe, arm: Arm, setting: Setting) -> dict[str, Any]:
     return run_trial(recipe.task(), arm.method, arm.epsilon, setting)
 
 
-def _work_final(recipe: Recipe, arm: Arm, seed: int, setting: Setting) -> dict[str, Any]:
-    return run_final(recipe.task(), arm.method, arm.epsilon, seed, setting)
+def _work_final(
+    recipe: Recipe, arm: Arm, seed: int, setting: Setting, card_folder: Path | None
+) -> dict[str, Any]:
+    return run_final(recipe.task(), arm.method, arm.epsilon, seed, setting, card_folder)
 
 
 def compare(comparison: Comparison, jobs: int, threads: int) -> None:
@@ -202,7 +213,14 @@ def compare(comparison: Comparison, jobs: int, threads: int) -> None:
         }
         _collect(trials, "trials", lambda arm, trial: comparison.save_trial(arm, trial))
         runs = {
-            pool.submit(_work_final, recipe, arm, seed, comparison.chosen(arm)): (arm, seed)
+            pool.submit(
+                _work_final,
+                recipe,
+                arm,
+                seed,
+                comparison.chosen(arm),
+                comparison.card_folder(arm, seed),
+            ): (arm, seed)
             for arm, seed in comparison.missing_runs()
         }
         _collect(runs, "runs", lambda key, result: comparison.save_run(*key, result))
@@ -238,6 +256,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--jobs", type=int, default=1, help="runs at once")
     result.add_argument("--threads", type=int, help="of each run; default: the cores shared out")
     result.add_argument("--results", type=Path, default=RESULTS)
+    result.add_argument("--cards", type=Path, default=CARDS, help="where privacy cards go")
     return result
 
 
@@ -248,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for epsilon in options.epsilons:
         arms = tuple(Arm(method, epsilon) for method in options.methods)
         seeds = tuple(options.seeds)
-        comparison = Comparison(recipe, arms, seeds, options.results)
+        comparison = Comparison(recipe, arms, seeds, options.results, options.cards)
         compare(comparison, options.jobs, threads)
     folder = options.results / recipe.task().name
     print(tables.write(folder, recipe.task().title))

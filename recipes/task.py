@@ -17,6 +17,7 @@ import argparse
 import json
 import math
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -35,6 +36,7 @@ from transformers import EvalPrediction, PrinterCallback, set_seed
 from hf_dpkfc import DPKFCConfig, DPKFCTrainer, PrivacyPlan
 
 RESULTS = Path(__file__).parent / "results"
+CARDS = Path(__file__).parents[1] / "model_cards"
 TRIAL_SEED = 1000  # initial weights of the trials; no final run has them
 
 
@@ -133,8 +135,24 @@ def run_trial(task: Task, method: str, epsilon: float, setting: Setting) -> dict
         return setting._asdict() | {"validation_accuracy": _accuracy(trainer, task.validation)}
 
 
-def run_final(task: Task, method: str, epsilon: float, seed: int, setting: Setting) -> dict:
-    """The full run: trained once, validated and tested once."""
+def run_final(
+    task: Task,
+    method: str,
+    epsilon: float,
+    seed: int,
+    setting: Setting,
+    card_folder: Path | None = None,
+) -> dict:
+    """The full run: trained once, validated and tested once.
+
+    Args:
+        task: What is trained.
+        method: Of methods.METHODS.
+        epsilon: Target.
+        seed: Of the initial weights and the probes.
+        setting: What tuning chose.
+        card_folder: Where the model's privacy card and statement go; None for none.
+    """
     plan = task.plan(epsilon, setting)
     trainer_options = {"target_epsilon": epsilon, "max_steps": plan.steps}
     with tempfile.TemporaryDirectory() as scratch:
@@ -145,6 +163,9 @@ def run_final(task: Task, method: str, epsilon: float, seed: int, setting: Setti
         if trainer.plan.noise_multiplier != plan.noise_multiplier:
             raise SystemExit(f"The trainer's plan isn't the one tuned for:\n{trainer.plan}\n{plan}")
         spent = trainer.epsilon_spent()
+        validation, test = (_accuracy(trainer, rows) for rows in (task.validation, task.test))
+        if card_folder is not None:
+            _keep_card(trainer, f"{task.title}, {task.method_title(method)}", card_folder)
         return {
             "task": task.name,
             "task_title": task.title,
@@ -154,8 +175,8 @@ def run_final(task: Task, method: str, epsilon: float, seed: int, setting: Setti
             "epsilon_spent": spent if math.isfinite(spent) else "not claimed",
             "seed": seed,
             **setting._asdict(),
-            "validation_accuracy": _accuracy(trainer, task.validation),
-            "test_accuracy": _accuracy(trainer, task.test),
+            "validation_accuracy": validation,
+            "test_accuracy": test,
             "plan": trainer.plan.to_dict(),
             "optimizer": METHODS[method].family(task.optimizer),
             "options": {**task.options, **METHODS[method].options},
@@ -217,6 +238,14 @@ def _correct(prediction: EvalPrediction) -> dict[str, float]:
 
 def _accuracy(trainer: DPKFCTrainer, records: Dataset) -> float:
     return trainer.evaluate(records)["eval_accuracy"]
+
+
+def _keep_card(trainer: DPKFCTrainer, model_name: str, folder: Path) -> None:
+    """The card of a run, with its test accuracy, and the statement that it renders."""
+    trainer.create_model_card(model_name=model_name)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("README.md", "privacy_statement.json"):
+        shutil.copyfile(Path(trainer.args.output_dir, name), folder / name)
 
 
 # ---- Results on disk ----

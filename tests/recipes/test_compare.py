@@ -19,6 +19,8 @@ import torch
 from methods import GRIDS, METHODS, Setting
 from task import Task, Trials, final_path, options_of, tuning_path
 
+from hf_dpkfc.publishing.verify import verify
+
 RECIPES = Path(__file__).parents[2] / "recipes"
 RESULTS = RECIPES / "results"
 NUM_POINTS = len(GRIDS["sgd"])
@@ -51,7 +53,7 @@ class CountedRecipe:
 
 def comparison(tmp_path, methods=("none", "synthetic"), seeds=(0, 1)):
     arms = tuple(compare.Arm(method, 1.0) for method in methods)
-    return compare.Comparison(CountedRecipe(), arms, seeds, tmp_path)
+    return compare.Comparison(CountedRecipe(), arms, seeds, tmp_path, tmp_path / "cards")
 
 
 def invented(setting, accuracy):
@@ -98,6 +100,13 @@ def test_an_arm_is_not_run_before_its_grid_is_complete(tmp_path):
     asked.save_trial(arm, invented(setting, 0.5))
     with pytest.raises(AssertionError, match="isn't tuned yet"):
         asked.chosen(arm)
+
+
+def test_the_first_data_free_run_at_each_epsilon_has_a_card(tmp_path):
+    asked = comparison(tmp_path)
+    folders = {(arm.method, s): asked.card_folder(arm, s) for arm in asked.arms for s in (0, 1)}
+    assert folders.pop(("synthetic", 0)) == tmp_path / "cards/counted_eps1"
+    assert set(folders.values()) == {None}
 
 
 def test_a_run_that_is_there_is_not_made_again(tmp_path):
@@ -191,14 +200,15 @@ def test_commands_of_rows_that_were_not_run_are_accepted(command):
 
 
 def smoke_comparison(results):
-    options = ["--methods", "none", "--seeds", "0", "--smoke", "--results", str(results)]
+    options = ["--methods", "synthetic", "--seeds", "0", "--smoke", "--results", str(results)]
+    options += ["--cards", str(results / "cards")]
     return [sys.executable, str(RECIPES / "compare.py"), "mnist_cnn", *options]
 
 
 @pytest.mark.recipe
 @pytest.mark.slow
 def test_a_killed_comparison_goes_on_where_it_stopped(tmp_path):
-    path = tmp_path / "smoke_mnist/tuning/none_eps1.json"
+    path = tmp_path / "smoke_mnist/tuning/synthetic_eps1.json"
     process = subprocess.Popen(smoke_comparison(tmp_path), stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     while not path.exists() and time.monotonic() < deadline:
@@ -210,9 +220,10 @@ def test_a_killed_comparison_goes_on_where_it_stopped(tmp_path):
     after = json.loads(path.read_text())["trials"]
     assert 0 < len(before) < len(after) == NUM_POINTS
     assert all(trial in after for trial in before)
-    final = json.loads((tmp_path / "smoke_mnist/none_eps1_seed0.json").read_text())
+    final = json.loads((tmp_path / "smoke_mnist/synthetic_eps1_seed0.json").read_text())
     assert final["trials"] == after
     assert 0 < final["epsilon_spent"] <= 1
+    assert all(check.holds for check in verify(str(tmp_path / "cards/smoke_mnist_eps1")))
 
 
 def test_paths_of_different_runs_differ(tmp_path):
