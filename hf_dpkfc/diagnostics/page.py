@@ -74,7 +74,8 @@ th:first-child, td:first-child { text-align: left; position: sticky; left: 0; ba
 .grid td { text-align: left; vertical-align: top; }
 footer { margin-top: 2rem; font-size: .85rem; color: #555; }
 @media (max-width: 40rem) {
-  th:first-child, td:first-child { max-width: 34vw; overflow-wrap: anywhere; }
+  section > .wide :is(th, td):first-child {
+    min-width: 34vw; max-width: 34vw; overflow-wrap: anywhere; }
 }
 @media print {
   body { font-size: 10pt; max-width: none; padding: 0; }

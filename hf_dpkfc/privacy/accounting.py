@@ -20,7 +20,7 @@ ACCOUNTANTS = ("rdp", "prv")
 RDP_ORDERS = (*RDPAccountant.DEFAULT_ALPHAS, 80.0, 96.0, 128.0, 192.0, 256.0, 384.0, 512.0, 1024.0)
 
 # PRV's grid grows with ε: some gigabytes at ε = 500. No guarantee worth a second opinion is there.
-MAX_PRV_EPSILON = 100.0
+MAX_PRV_EPSILON = 250.0
 
 # Calibration stops when ε is within this share below the target.
 CALIBRATION_TOLERANCE = 0.005

@@ -159,7 +159,7 @@ def test_a_large_epsilon_is_called_weak(sigma, is_weak):
 
 
 def test_an_epsilon_too_large_for_prv_has_no_second_opinion():
-    plan = dataclasses.replace(STATEMENT.plan, noise_multiplier=0.15)
+    plan = dataclasses.replace(STATEMENT.plan, noise_multiplier=0.08)
     statement = dataclasses.replace(STATEMENT, plan=plan)
     assert statement.second_opinion is None
     assert "not computed, ε is too large" in render_card(statement, FACTS)
