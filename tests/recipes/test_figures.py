@@ -106,3 +106,20 @@ def test_results_name_the_command_that_made_them(figures, tmp_path):
     content = json.loads((tmp_path / "results/surface.json").read_text())
     assert content["command"] == "python recipes/figures.py surface --steps 7"
     assert content["result"] == {"x": 0.33333}
+
+
+def test_the_readme_counts_the_surfaces_cells():
+    cells = json.loads((RECIPES / "results/figures/surface.json").read_text())["result"]["cells"]
+    by_arm = {
+        arm: {
+            (c["learning_rate"], c["clip_norm"]): c["test_accuracy"]
+            for c in cells
+            if c["arm"] == arm
+        }
+        for arm in ("DP-SGD", "DP-KFC")
+    }
+    ahead = sum(by_arm["DP-KFC"][at] > accuracy for at, accuracy in by_arm["DP-SGD"].items())
+    good = {arm: sum(a >= 0.85 for a in found.values()) for arm, found in by_arm.items()}
+    readme = " ".join((RECIPES.parent / "README.md").read_text().split())
+    assert f"ahead in {ahead} of {len(cells) // 2} cells" in readme
+    assert f"{good['DP-KFC']} of its cells reach 85 % against DP-SGD's {good['DP-SGD']}" in readme
