@@ -67,9 +67,13 @@ def _throughput_of(result: dict, title: str) -> list[str]:
     note = (
         f"One refresh of the rank-64 preconditioner costs {refresh:.1f} non-private steps of 256."
     )
-    if "trainer" in result:
-        ratio = 1 + result["trainer"]["overhead"]
-        note += f" A step of DPKFCTrainer took {ratio:.2f} times the core's."
+    around = RESULTS / "throughput" / f"{result['settings']['name']}_trainer.json"
+    if around.exists():
+        trainer = json.loads(around.read_text())
+        ratio = 1 + trainer["overhead"]
+        note += (
+            f" A step of DPKFCTrainer took {ratio:.2f} times the core's (`{trainer['command']}`)."
+        )
     caption = f"{title}, T 128, two CPU threads (`{result['command']}`):"
     return [caption, "\n".join([header, *rows]), note]
 

@@ -7,6 +7,7 @@ train.
 
     python recipes/throughput.py --model sentence-transformers/all-MiniLM-L6-v2
     python recipes/throughput.py --model FOLDER --name minilm     # a local checkpoint
+    python recipes/throughput.py --trainer                        # what DPKFCTrainer adds
 """
 
 from __future__ import annotations
@@ -274,7 +275,7 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=32)
     parser.add_argument("--accumulation", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--with-trainer", action="store_true", help="also DPKFCTrainer's overhead")
+    parser.add_argument("--trainer", action="store_true", help="only DPKFCTrainer's overhead")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/throughput")
     parser.add_argument("--memory-of", choices=ARMS, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -286,16 +287,18 @@ def main() -> None:
     result = {
         "command": f"python recipes/throughput.py --name {name} --length {args.length} "
         f"--micro-batch {args.micro_batch} --accumulation {args.accumulation} "
-        f"--rounds {args.rounds}" + (" --with-trainer" if args.with_trainer else ""),
+        f"--rounds {args.rounds}" + (" --trainer" if args.trainer else ""),
         "settings": settings | {"name": name},
         "machine": {"threads": torch.get_num_threads(), "processor": platform.machine()},
         "versions": {p: version(p) for p in ("torch", "transformers", "opacus", "hf-dpkfc")},
-        "memory": measure_memory(args),
-        "speed": measure_speed(args),
     }
-    if args.with_trainer:
-        result["trainer"] = measure_trainer(args)
     args.out.mkdir(parents=True, exist_ok=True)
+    if args.trainer:
+        result |= measure_trainer(args)
+        print(f"the trainer around the core: {100 * result['overhead']:+.1f} %")
+        (args.out / f"{name}_trainer.json").write_text(json.dumps(result, indent=1) + "\n")
+        return
+    result |= {"memory": measure_memory(args), "speed": measure_speed(args)}
     (args.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
     speed = result["speed"]
     print(f"{'arm':20} {'vs non-private':>15} {'vs Opacus':>10} {'memory':>8}")
@@ -307,8 +310,6 @@ def main() -> None:
         )
     for arm, steps in speed["refresh_in_non_private_steps_of_256"].items():
         print(f"one refresh of {arm}: {steps:.2f} non-private steps of 256 examples")
-    if args.with_trainer:
-        print(f"the trainer around the core: {100 * result['trainer']['overhead']:+.1f} %")
 
 
 if __name__ == "__main__":
