@@ -63,6 +63,7 @@ def test_a_config_survives_to_dict(tmp_path):
     [
         ({"fp16": True}, "fp16"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+        ({"enable_jit_checkpoint": True}, "enable_jit_checkpoint"),
         ({"dataloader_drop_last": True}, "dataloader_drop_last"),
         ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy"),
         ({"gradient_checkpointing": True}, "gradient_checkpointing"),

@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 
 from hf_dpkfc import engine
 from hf_dpkfc.errors import ConfigurationError, LedgerError
+from hf_dpkfc.publishing.statement import PrivacyStatement
 
 STEPS = 12
 OPTIONS = {
@@ -358,3 +359,30 @@ def test_adambc_resumes_to_the_same_weights(tmp_path):
     assert processes.run_and_kill(tmp_path / "run", lines=9, delay=0.01, options=options)
     result = processes.run(tmp_path / "run", "--resume", options=options)
     assert result["weights"] == whole["weights"]
+
+
+def test_metrics_logged_before_an_interruption_are_on_the_statement(tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 2}
+    with pytest.raises(KeyboardInterrupt):
+        settings.trainer(
+            tmp_path, callbacks=[Interrupt()], log_unsafe_metrics=True, **options
+        ).train()
+    settings.trainer(tmp_path, **options).train(resume_from_checkpoint=True)
+    assert PrivacyStatement.load(tmp_path).logged_unsafe_metrics
+
+
+def test_another_generator_is_another_query_and_charged(tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 2}
+    with pytest.raises(KeyboardInterrupt):
+        settings.trainer(tmp_path, callbacks=[Interrupt()], **options).train()
+    trainer = settings.trainer(tmp_path, secure_rng=True, **options)
+    trainer.train(resume_from_checkpoint=True)
+    assert [charge.step for charge in trainer._run.ledger.charges] == [0, 1, 2, 2]
+
+
+def test_an_oracle_run_is_not_resumed_into_a_claim(tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 2}
+    with pytest.raises(KeyboardInterrupt):
+        settings.trainer(tmp_path, callbacks=[Interrupt()], probe="oracle", **options).train()
+    with pytest.raises(LedgerError, match="another kind of probe"):
+        settings.trainer(tmp_path, **options).train(resume_from_checkpoint=True)

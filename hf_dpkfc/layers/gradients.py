@@ -8,6 +8,7 @@ bounded number of examples at a time.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -138,7 +139,7 @@ class OuterGradient:
             # The very matrices that gave the norm: where positions cancel, another order of sums
             # would leave another, perhaps larger, rest.
             chunks = (weights[at] @ matrices.flatten(1) for at, matrices in self.dense_chunks())
-            return torch.stack(list(chunks)).sum(0).view(-1, self.d_in)
+            return functools.reduce(torch.add, chunks).view(-1, self.d_in)
         if self.groups == 1:
             scaled = (self.delta * weights.view(-1, 1, 1)).flatten(0, 1)
             matrix = scaled.mT @ self.a.flatten(0, 1)

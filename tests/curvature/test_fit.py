@@ -179,3 +179,8 @@ def test_non_finite_weights_are_refused():
         model.bert.encoder.layer[0].output.dense.weight.fill_(float("nan"))
     with pytest.raises(ProbeError, match="non-finite"):
         fit(model)
+
+
+def test_a_factor_too_wide_to_expand_is_noted():
+    notes = fit(models.build("bert"), approx="expand", max_factor_dim=20).notes
+    assert any("reduced, its factor of width" in note for note in notes)

@@ -166,3 +166,16 @@ def test_a_dependence_in_float32_is_one_in_float64_too():
     own = TaskLoss(task_of(model))
     with pytest.raises(NeighbourError):
         check(model, inputs, lambda m, i: own(m, i) / len(i["labels"]))
+
+
+def test_bf16_does_not_hide_a_small_dependence():
+    """A tenth of the neighbours' losses is within bf16's rounding, not within float32's."""
+    model = models.build("bert").to(torch.bfloat16)
+    own = TaskLoss(task_of(model))
+
+    def mixed(m, i):
+        losses = own(m, i)
+        return losses + 0.1 * losses.mean().detach() * losses
+
+    with pytest.raises(NeighbourError, match="among others"):
+        check(model, models.inputs_for("bert"), mixed)
