@@ -371,13 +371,13 @@ def test_metrics_logged_before_an_interruption_are_on_the_statement(tmp_path):
     assert PrivacyStatement.load(tmp_path).logged_unsafe_metrics
 
 
-def test_another_generator_is_another_query_and_charged(tmp_path):
-    options = {"save_strategy": "steps", "save_steps": 2}
-    with pytest.raises(KeyboardInterrupt):
-        settings.trainer(tmp_path, callbacks=[Interrupt()], **options).train()
-    trainer = settings.trainer(tmp_path, secure_rng=True, **options)
-    trainer.train(resume_from_checkpoint=True)
-    assert [charge.step for charge in trainer._run.ledger.charges] == [0, 1, 2, 2]
+def test_another_generator_is_another_query(tmp_path):
+    """Also where both draws are empty, so that records and sums don't tell them apart."""
+    trainer = settings.trainer(tmp_path, max_steps=1)
+    trainer.train()
+    fast = trainer._run._digest()
+    trainer._run.secure = True
+    assert trainer._run._digest() != fast
 
 
 def test_an_oracle_run_is_not_resumed_into_a_claim(tmp_path):
