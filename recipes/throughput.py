@@ -244,7 +244,7 @@ def measure_memory(args: argparse.Namespace) -> dict:
     peaks = {}
     for arm in tqdm(ARMS, desc="memory"):
         command = [sys.executable, __file__, *sys.argv[1:], "--memory-of", arm]
-        command += ["--accumulation", "1"]  # micro-batches come one after the other
+        command += ["--accumulation", "2"]  # the first must be gone when the second comes
         output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         peaks[arm] = float(output.strip().splitlines()[-1])
     return {"peak_mib": peaks, "relative": {a: p / peaks["non-private"] for a, p in peaks.items()}}

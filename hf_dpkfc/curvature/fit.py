@@ -218,26 +218,27 @@ class _Passes:
     def dtype(self) -> torch.dtype:
         return accumulation_dtype(next(self.model.parameters()).dtype)
 
-    def for_factors(self) -> Iterator[tuple[Captured, Tensor | None]]:
-        """Every probe batch, with its attention mask."""
+    def for_factors(self) -> Iterator[dict[str, Tensor]]:
+        """Inputs of every probe batch; :meth:`captured` runs one."""
         generator = torch.Generator().manual_seed(self.seed)
-        yield from self._captured(self.options.num_batches, generator)
+        yield from self._inputs(self.options.num_batches, generator)
 
     def for_balance(self) -> Captured:
         """One more batch, of mixed lengths, on which layers are balanced."""
         generator = torch.Generator().manual_seed(self.seed + 1)
-        return next(self._captured(1, generator))[0]
+        return self.captured(next(self._inputs(1, generator)))
 
-    def _captured(
-        self, num_batches: int, generator: torch.Generator
-    ) -> Iterator[tuple[Captured, Tensor | None]]:
+    def captured(self, inputs: Mapping[str, Tensor]) -> Captured:
+        """The pass over one batch. It is large: let go of it before the next one."""
+        size = len(next(iter(inputs.values())))
+        return capture(self.model, self.table, self.per_example_loss, inputs, size)
+
+    def _inputs(self, num_batches: int, generator: torch.Generator) -> Iterator[dict[str, Tensor]]:
         for batch in self.probe.batches(num_batches, self.options.batch_size, generator):
             inputs = inputs_like(self.model, batch)
             if self.options.labels == "model":
                 inputs |= self._model_labels(inputs, generator)
-            size = len(next(iter(inputs.values())))
-            captured = capture(self.model, self.table, self.per_example_loss, inputs, size)
-            yield captured, inputs.get("attention_mask")
+            yield inputs
 
     def _model_labels(
         self, inputs: Mapping[str, Tensor], generator: torch.Generator
@@ -275,18 +276,26 @@ def _fit_kronecker(passes: _Passes) -> tuple[dict[str, LinearMap], list[str]]:
 def _estimate_factors(passes: _Passes) -> Factors:
     pairs: dict[str, FactorPair] = {}
     eps = 0.0
-    for captured, mask in passes.for_factors():
-        # Each with its tensor: while that is held, its address can't be another tensor's.
-        inputs: dict[tuple[Any, ...], tuple[Tensor, Factor]] = {}
-        eps = max(eps, captured.eps)
-        for block in passes.table:
-            gradient = captured.gradient(block) if block.treatment == "kfac" else None
-            if not isinstance(gradient, OuterGradient):
-                continue
-            if block.name not in pairs:
-                pairs[block.name] = _new_pair(gradient, inputs, passes.options)
-            pairs[block.name].add(gradient, mask)
+    for inputs in passes.for_factors():
+        mask = inputs.get("attention_mask")
+        eps = max(eps, _add_pass(pairs, passes, passes.captured(inputs), mask))
     return Factors(pairs, min(2.0**-5, 2.0**10 * eps), passes.probe.is_data_free)
+
+
+def _add_pass(
+    pairs: dict[str, FactorPair], passes: _Passes, captured: Captured, mask: Tensor | None
+) -> float:
+    """Add one pass to the factors, new ones where there are none yet; returns its rounding."""
+    # Each with its tensor: while that is held, its address can't be another tensor's.
+    inputs: dict[tuple[Any, ...], tuple[Tensor, Factor]] = {}
+    for block in passes.table:
+        gradient = captured.gradient(block) if block.treatment == "kfac" else None
+        if not isinstance(gradient, OuterGradient):
+            continue
+        if block.name not in pairs:
+            pairs[block.name] = _new_pair(gradient, inputs, passes.options)
+        pairs[block.name].add(gradient, mask)
+    return captured.eps
 
 
 def _new_pair(
@@ -358,15 +367,8 @@ def _not_finite(name: str) -> ProbeError:
 def _fit_diagonal(passes: _Passes) -> tuple[dict[str, LinearMap], list[str]]:
     """Second moments of per-sample probe gradients, elementwise (AdaDPS)."""
     moments: dict[str, Tensor] = {}
-    for captured, _ in passes.for_factors():
-        for block in passes.table:
-            if block.form not in (Form.OUTER, Form.DENSE) or _is_vocabulary(block):
-                continue
-            gradient = captured.gradient(block)
-            if gradient is None:
-                continue
-            squares = _sum_of_squares(gradient)
-            moments[block.name] = moments.get(block.name, torch.zeros_like(squares)) + squares
+    for inputs in passes.for_factors():
+        _add_squares(moments, passes.table, passes.captured(inputs))
     notes = []
     maps: dict[str, LinearMap] = {}
     for name, moment in moments.items():
@@ -379,6 +381,17 @@ def _fit_diagonal(passes: _Passes) -> tuple[dict[str, LinearMap], list[str]]:
         else:
             maps[name] = ElementwiseMap((moment / mean + passes.options.damping).rsqrt())
     return maps, notes
+
+
+def _add_squares(moments: dict[str, Tensor], table: RouteTable, captured: Captured) -> None:
+    for block in table:
+        if block.form not in (Form.OUTER, Form.DENSE) or _is_vocabulary(block):
+            continue
+        gradient = captured.gradient(block)
+        if gradient is None:
+            continue
+        squares = _sum_of_squares(gradient)
+        moments[block.name] = moments.get(block.name, torch.zeros_like(squares)) + squares
 
 
 def _sum_of_squares(gradient: PerSampleGradient) -> Tensor:

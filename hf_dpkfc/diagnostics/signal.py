@@ -119,6 +119,7 @@ def _signals(
             size = len(next(iter(inputs.values())))
             captured = capture(model, table, loss, inputs, size)
             _accumulate(sums, captured, table, preconditioner, clip_norm)
+            del captured  # it is large: gone before the next one is made
             count += size
     return [sums[block.name].signal(block, count) for block in table]
 

@@ -139,8 +139,12 @@ class Clipper:
         unsafe = UnsafeStatistics()
         for inputs, size in micro_batches:
             if size > 0:
-                captured = evaluate(self.model, self.table, self.per_example_loss, inputs, size)
-                unsafe += self._accumulate(totals, captured, bound)
+                # Without a name here: the pass must be gone before the next one is made.
+                unsafe += self._accumulate(
+                    totals,
+                    evaluate(self.model, self.table, self.per_example_loss, inputs, size),
+                    bound,
+                )
         return ClippedSum(self._preconditioned(totals), self.clip_norm, unsafe)
 
     def _accumulate(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import models
 import pytest
 import torch
@@ -9,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from hf_dpkfc.curvature import fit
 from hf_dpkfc.curvature.fit import CurvatureOptions, fit_preconditioner
 from hf_dpkfc.curvature.preconditioner import (
     ElementwiseMap,
@@ -22,6 +25,7 @@ from hf_dpkfc.errors import ConfigurationError
 from hf_dpkfc.layers.gradients import OuterGradient, RowGradient
 from hf_dpkfc.layers.routes import inspect_model
 from hf_dpkfc.losses import TaskLoss, task_of
+from hf_dpkfc.mechanism import clipping
 from hf_dpkfc.mechanism.clipping import ClippedSum, Clipper
 
 
@@ -186,6 +190,35 @@ def test_state_of_one_pass_does_not_reach_the_next():
     second = clipper.sum_of([({"x": x, "skip": True}, 2)])
     assert second.values["sometimes.weight"].abs().max() == 0
     assert second.values["always.weight"].abs().max() > 0
+
+
+def _only_one_pass_at_a_time(module, monkeypatch):
+    """The number of passes made by a module; each must be gone when the next one begins."""
+    passes = []
+    capture = module.capture
+
+    def checked(*args):
+        assert not any(earlier() for earlier in passes)
+        captured = capture(*args)
+        passes.append(weakref.ref(captured))
+        return captured
+
+    monkeypatch.setattr(module, "capture", checked)
+    return passes
+
+
+def test_a_pass_is_gone_before_the_next_one_is_made(monkeypatch):
+    passes = _only_one_pass_at_a_time(clipping, monkeypatch)
+    inputs = models.inputs_for("cnn", batch=6)
+    CLIPPERS["kfac", torch.float64].sum_of((subset(inputs, [i]), 1) for i in range(6))
+    assert len(passes) == 6
+
+
+@pytest.mark.parametrize("kind", ["kfac", "diagonal"])
+def test_a_probe_pass_is_gone_before_the_next_one_is_made(kind, monkeypatch):
+    passes = _only_one_pass_at_a_time(fit, monkeypatch)
+    clipper_of("cnn", kind=kind)
+    assert len(passes) == 3  # two batches for the factors, one for the balance
 
 
 @pytest.mark.parametrize("clip_norm", [0.0, -1.0, float("inf"), float("nan")])
