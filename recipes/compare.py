@@ -198,20 +198,25 @@ def _work_final(
     return run_final(recipe.task(), arm.method, arm.epsilon, seed, setting, card_folder)
 
 
-def compare(comparison: Comparison, jobs: int, threads: int) -> None:
-    """Fill in what is missing: trials first, then final runs; each is saved when it is done."""
+def workers(jobs: int, threads: int) -> ProcessPoolExecutor:
+    """Processes that share the machine."""
     # Activations are freed and wanted again every step: glibc would return them to the kernel in
     # between, and clearing fresh pages takes a third of a small network's step.
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**32))
     os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**32))
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, context, _start_worker, (threads,)) as pool:
+    return ProcessPoolExecutor(jobs, context, _start_worker, (threads,))
+
+
+def compare(comparison: Comparison, jobs: int, threads: int) -> None:
+    """Fill in what is missing: trials first, then final runs; each is saved when it is done."""
+    with workers(jobs, threads) as pool:
         recipe = comparison.recipe
         trials = {
             pool.submit(_work_trial, recipe, arm, setting): arm
             for arm, setting in comparison.missing_trials()
         }
-        _collect(trials, "trials", lambda arm, trial: comparison.save_trial(arm, trial))
+        collect(trials, "trials", lambda arm, trial: comparison.save_trial(arm, trial))
         runs = {
             pool.submit(
                 _work_final,
@@ -223,10 +228,11 @@ def compare(comparison: Comparison, jobs: int, threads: int) -> None:
             ): (arm, seed)
             for arm, seed in comparison.missing_runs()
         }
-        _collect(runs, "runs", lambda key, result: comparison.save_run(*key, result))
+        collect(runs, "runs", lambda key, result: comparison.save_run(*key, result))
 
 
-def _collect(jobs: dict[Future, Any], what: str, save: Callable[[Any, dict], None]) -> None:
+def collect(jobs: dict[Future, Any], what: str, save: Callable[[Any, dict], None]) -> None:
+    """Save each result when it is there, with a progress bar; an error cancels the rest."""
     with tqdm(total=len(jobs), desc=what, unit="run", disable=not jobs) as bar:
         try:
             for future in as_completed(jobs):

@@ -120,7 +120,9 @@ def _plan(epsilon: float, clip_norm: float, batch: int, size: int, epochs: int) 
     )
 
 
-def run_trial(task: Task, method: str, epsilon: float, setting: Setting) -> dict[str, Any]:
+def run_trial(
+    task: Task, method: str, epsilon: float, setting: Setting, seed: int = TRIAL_SEED
+) -> dict[str, Any]:
     """Validation accuracy of a short trial with the full run's noise."""
     plan = task.plan(epsilon, setting)
     size = min(task.trials.num_records, len(task.train))
@@ -130,7 +132,7 @@ def run_trial(task: Task, method: str, epsilon: float, setting: Setting) -> dict
     }
     with tempfile.TemporaryDirectory() as scratch:
         subset = Subset(task.train, range(size))
-        trainer = _trainer(task, method, setting, TRIAL_SEED, subset, trainer_options, scratch)
+        trainer = _trainer(task, method, setting, seed, subset, trainer_options, scratch)
         trainer.train()
         return setting._asdict() | {"validation_accuracy": _accuracy(trainer, task.validation)}
 
@@ -299,7 +301,7 @@ def main(recipe: Any) -> None:
     parser.add_argument("--clip-norm", type=float, help="default: what tuning chose")
     options = parser.parse_args()
     task = recipe.load(options)
-    tuned = _tuned(task, options.method, options.epsilon)
+    tuned = tuned_setting(task, options.method, options.epsilon)
     setting = Setting(
         options.learning_rate or tuned.learning_rate, options.clip_norm or tuned.clip_norm
     )
@@ -307,7 +309,7 @@ def main(recipe: Any) -> None:
     print(json.dumps(result, indent=1, ensure_ascii=False))
 
 
-def _tuned(task: Task, method: str, epsilon: float) -> Setting:
+def tuned_setting(task: Task, method: str, epsilon: float) -> Setting:
     """The committed choice, else the middle of the grid."""
     path = tuning_path(RESULTS, task, method, epsilon)
     if path.exists():

@@ -1,0 +1,104 @@
+"""What each option of the geometry is worth: one at a time around the defaults, Synthetic DP-KFC.
+
+Every variant gets the same short trials as tuning does (task.py), with several seeds, on validation
+records, at the learning rate and clip norm that tuning chose for the defaults: so a variant that
+would want another rate is at a disadvantage, and only clear differences mean anything.
+
+    python recipes/ablation.py fashion_transfer --data-dir DIR --epsilon 1 --seeds 3 --jobs 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from compare import Recipe, collect, workers
+from methods import METHODS
+from task import RESULTS, run_trial, tuned_setting, write_json
+
+VARIANTS: tuple[Mapping[str, Any], ...] = (
+    {},
+    *({"damping": value} for value in (0.1, 0.3, 3.0, 10.0)),
+    *({"rank": value} for value in (16, 32, None)),
+    {"kfac_approx": "expand"},
+    *({"num_probe_batches": value} for value in (2, 5, 20)),
+    {"probe_labels": "model"},
+)
+FIRST_SEED = 2000  # no tuning trial and no final run has these initial weights
+
+
+def title_of(variant: Mapping[str, Any]) -> str:
+    """``option=value``."""
+    return ", ".join(f"{k}={v}" for k, v in variant.items()) or "defaults"
+
+
+def work(recipe: Recipe, epsilon: float, variant: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """One short trial with other options."""
+    task = recipe.task()
+    varied = replace(task, options={**task.options, **variant})
+    return run_trial(varied, "synthetic", epsilon, tuned_setting(task, "synthetic", epsilon), seed)
+
+
+def markdown(rows: Mapping[str, Sequence[float]], caption: str) -> str:
+    """One row per variant, and its distance from the defaults with its standard error."""
+    base = rows[title_of({})]
+    lines = ["| options | validation accuracy, % | against the defaults |", "|---|---|---|"]
+    for title, values in rows.items():
+        gap = statistics.mean(values) - statistics.mean(base)
+        error = (statistics.variance(values) + statistics.variance(base)) / len(values)
+        shown = "" if values is base else f"{gap:+.1f} ± {error**0.5:.1f}"
+        mean, spread = statistics.mean(values), statistics.stdev(values)
+        lines.append(f"| {title} | {mean:.1f} ± {spread:.1f} | {shown} |")
+    return caption + "\n\n" + "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("recipe", help="mnist_cnn, fashion_transfer, …")
+    parser.add_argument("--epsilon", type=float, default=1.0)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once")
+    options, arguments = parser.parse_known_args()
+    recipe = Recipe(options.recipe.removesuffix(".py"), tuple(arguments))
+    task, accuracies = recipe.task(), defaultdict(dict)
+    threads = max(1, (os.cpu_count() or 1) // options.jobs)
+    with workers(options.jobs, threads) as pool:
+        jobs = {
+            pool.submit(work, recipe, options.epsilon, variant, seed): (title_of(variant), seed)
+            for seed in range(FIRST_SEED, FIRST_SEED + options.seeds)
+            for variant in VARIANTS
+        }
+
+        def keep(key: tuple[str, int], trial: dict[str, Any]) -> None:
+            accuracies[key[0]][key[1]] = 100 * trial["validation_accuracy"]
+
+        collect(jobs, "trials", keep)
+    rows = {t: [accuracies[t][s] for s in sorted(accuracies[t])] for t in map(title_of, VARIANTS)}
+    command = recipe.command.replace("compare.py", "ablation.py")
+    command += f" --epsilon {options.epsilon:g} --seeds {options.seeds}"
+    setting = tuned_setting(task, "synthetic", options.epsilon)
+    path = RESULTS / "ablation" / f"{task.name}_eps{options.epsilon:g}.json"
+    trials = {"records": task.trials.num_records, "steps": task.trials.num_steps}
+    write_json(
+        path, {"command": command, "trials": trials, **setting._asdict(), "accuracies": rows}
+    )
+    title = METHODS["synthetic"].title
+    caption = (
+        f"{task.title}: {title}, ε = {options.epsilon:g}, trials of {task.trials.num_steps} "
+        f"steps, {options.seeds} seeds (`{command}`)."
+    )
+    table = markdown(rows, caption)
+    path.with_suffix(".md").write_text(table)
+    print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
