@@ -13,7 +13,6 @@ import argparse
 import os
 import statistics
 import sys
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -58,6 +57,24 @@ def markdown(rows: Mapping[str, Sequence[float]], caption: str) -> str:
     return caption + "\n\n" + "\n".join(lines) + "\n"
 
 
+def measure(recipe: Recipe, epsilon: float, seeds: int, jobs: int) -> dict[str, list[float]]:
+    """Validation accuracies in percent, one for each seed, by variant."""
+    found: dict[tuple[str, int], float] = {}
+
+    def keep(key: tuple[str, int], trial: dict[str, Any]) -> None:
+        found[key] = 100 * trial["validation_accuracy"]
+
+    every_seed = range(FIRST_SEED, FIRST_SEED + seeds)
+    with workers(jobs, threads=max(1, (os.cpu_count() or 1) // jobs)) as pool:
+        trials = {
+            pool.submit(work, recipe, epsilon, variant, seed): (title_of(variant), seed)
+            for seed in every_seed
+            for variant in VARIANTS
+        }
+        collect(trials, "trials", keep)
+    return {t: [found[t, seed] for seed in every_seed] for t in map(title_of, VARIANTS)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -68,32 +85,21 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="runs at once")
     options, arguments = parser.parse_known_args()
     recipe = Recipe(options.recipe.removesuffix(".py"), tuple(arguments))
-    task, accuracies = recipe.task(), defaultdict(dict)
-    threads = max(1, (os.cpu_count() or 1) // options.jobs)
-    with workers(options.jobs, threads) as pool:
-        jobs = {
-            pool.submit(work, recipe, options.epsilon, variant, seed): (title_of(variant), seed)
-            for seed in range(FIRST_SEED, FIRST_SEED + options.seeds)
-            for variant in VARIANTS
-        }
-
-        def keep(key: tuple[str, int], trial: dict[str, Any]) -> None:
-            accuracies[key[0]][key[1]] = 100 * trial["validation_accuracy"]
-
-        collect(jobs, "trials", keep)
-    rows = {t: [accuracies[t][s] for s in sorted(accuracies[t])] for t in map(title_of, VARIANTS)}
-    command = recipe.command.replace("compare.py", "ablation.py")
-    command += f" --epsilon {options.epsilon:g} --seeds {options.seeds}"
-    setting = tuned_setting(task, "synthetic", options.epsilon)
-    path = RESULTS / "ablation" / f"{task.name}_eps{options.epsilon:g}.json"
-    trials = {"records": task.trials.num_records, "steps": task.trials.num_steps}
-    write_json(
-        path, {"command": command, "trials": trials, **setting._asdict(), "accuracies": rows}
-    )
-    title = METHODS["synthetic"].title
+    task, epsilon = recipe.task(), options.epsilon
+    rows = measure(recipe, epsilon, options.seeds, options.jobs)
+    command = f"python recipes/ablation.py {recipe.shown} --epsilon {epsilon:g}"
+    command += f" --seeds {options.seeds}"
+    result = {
+        "command": command,
+        "trials": {"records": task.trials.num_records, "steps": task.trials.num_steps},
+        **tuned_setting(task, "synthetic", epsilon)._asdict(),
+        "accuracies": rows,
+    }
+    path = RESULTS / "ablation" / f"{task.name}_eps{epsilon:g}.json"
+    write_json(path, result)
     caption = (
-        f"{task.title}: {title}, ε = {options.epsilon:g}, trials of {task.trials.num_steps} "
-        f"steps, {options.seeds} seeds (`{command}`)."
+        f"{task.title}: {METHODS['synthetic'].title}, ε = {epsilon:g}, trials of "
+        f"{task.trials.num_steps} steps, {options.seeds} seeds (`{command}`)."
     )
     table = markdown(rows, caption)
     path.with_suffix(".md").write_text(table)

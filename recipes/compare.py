@@ -61,12 +61,17 @@ class Recipe:
 
     @property
     def command(self) -> str:
-        """How it is called, without this machine's folders."""
+        """How a comparison on it is called."""
+        return f"python recipes/compare.py {self.shown}"
+
+    @property
+    def shown(self) -> str:
+        """Its name and options, without this machine's folders."""
         shown = list(self.arguments)
         for at, argument in enumerate(shown[:-1]):
             if argument == "--data-dir":
                 shown[at + 1] = "DIR"
-        return " ".join([f"python recipes/compare.py {self.name}", *shown])
+        return " ".join([self.name, *shown])
 
 
 @dataclass(frozen=True)
