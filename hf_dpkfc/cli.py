@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -202,14 +204,15 @@ def _train(args: argparse.Namespace) -> None:
     _require_known_options(options, DPKFCConfig)
     config = _config(options)
     model, tokenizer, train, held_out = _classification_task(task)
-    trainer = DPKFCTrainer(
-        model=model,
-        args=config,
-        train_dataset=train,
-        eval_dataset=held_out,
-        processing_class=tokenizer,
-        compute_metrics=_accuracy,
-    )
+    with _refusals_as_ours():
+        trainer = DPKFCTrainer(
+            model=model,
+            args=config,
+            train_dataset=train,
+            eval_dataset=held_out,
+            processing_class=tokenizer,
+            compute_metrics=_accuracy,
+        )
     print(trainer.plan)
     trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
     trainer.save_model()
@@ -219,15 +222,22 @@ def _train(args: argparse.Namespace) -> None:
 
 
 def _config(options: dict[str, Any]) -> Any:
-    """The configuration; Hugging Face's own refusals of a value become ours."""
+    """The configuration."""
     from hf_dpkfc.config import DPKFCConfig
 
     fields = DPKFCConfig.__dataclass_fields__
     # YAML reads 5e-4 as a string, and Hugging Face's own options aren't converted.
     read = {name: _read(name, value, fields[name].default) for name, value in options.items()}
-    try:
+    with _refusals_as_ours():
         return DPKFCConfig(**read)
-    except ConfigurationError:
+
+
+@contextmanager
+def _refusals_as_ours() -> Iterator[None]:
+    """Hugging Face's refusal of an option as one of our errors."""
+    try:
+        yield
+    except DPKFCError:
         raise
     except (TypeError, ValueError, ImportError) as error:
         raise ConfigurationError(
@@ -286,10 +296,14 @@ def _classification_task(task: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
                 why="the head has one output for each label.",
                 way_out="name all classes in 'labels: [...]'.",
             )
+    names = [str(label) for label in labels]
     model = _load_model(
         task["model"],
         "sequence-classification",
         num_labels=len(labels),
+        id2label=dict(enumerate(names)),
+        label2id={name: at for at, name in enumerate(names)},
+        problem_type="single_label_classification",
         ignore_mismatched_sizes=True,
     )
     tokenizer = AutoTokenizer.from_pretrained(task["model"])
@@ -315,18 +329,16 @@ def _labels_of(rows: Any, column: str) -> list[Any]:
 
 
 def _load_rows(name: str, task: dict[str, Any]) -> Any:
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
+    if importlib.util.find_spec("datasets") is None:
         raise ConfigurationError(
             "The package datasets isn't installed.",
             why="it reads the records.",
             way_out="pip install 'hf-dpkfc[recipes]'.",
-        ) from error
+        )
     kinds = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
     path = Path(name)
     if path.suffix in kinds and path.exists():
-        rows = load_dataset(kinds[path.suffix], data_files=name, split="train")
+        rows = _load_file(kinds[path.suffix], name)
     elif path.suffix in kinds:
         raise ConfigurationError(
             f"{name} doesn't exist.", why="it was given as a data file.", way_out="check the path."
@@ -340,7 +352,36 @@ def _load_rows(name: str, task: dict[str, Any]) -> Any:
                 why=f"its columns are {', '.join(rows.column_names)}.",
                 way_out=f"name one of them in {key}.",
             )
+        if task[key]:
+            _require_filled(rows[task[key]], f"{key}={task[key]!r} of {name}", key)
     return rows
+
+
+def _require_filled(values: Any, column: str, key: str) -> None:
+    """Every record has a value there, and every text is one."""
+    kinds = str | int | bool if key == "label_column" else str
+    wrong = next((at for at, value in enumerate(values) if not isinstance(value, kinds)), None)
+    if wrong is not None:
+        needed = "a class" if key == "label_column" else "a text"
+        raise ConfigurationError(
+            f"Row {wrong + 1} of {column} isn't {needed}.",
+            why=f"it is empty, or of another type ({type(values[wrong]).__name__}).",
+            way_out="fill it in, or take the row out of the file.",
+        )
+
+
+def _load_file(kind: str, name: str) -> Any:
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetsError
+
+    try:
+        return load_dataset(kind, data_files=name, split="train")
+    except (DatasetsError, OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"{name} can't be read as {kind}.",
+            why=" ".join(str(error.__cause__ or error).split()),
+            way_out="check that it isn't empty and that all of its lines have the same columns.",
+        ) from error
 
 
 def _load_from_hub(name: str) -> Any:
@@ -447,8 +488,8 @@ def _audit(args: argparse.Namespace) -> int:
     (args.out / f"{args.kind}_audit.json").write_text(json.dumps(result.to_dict(), indent=1) + "\n")
     print(f"scores and JSON are in {args.out}")
     if statement is not None:
-        audited = dataclasses.replace(statement, audit=result.to_dict()).require_publishable()
-        audited.save(args.attach)
+        audited = dataclasses.replace(statement, audit=result.to_dict())
+        audited.save(args.attach)  # a refuted claim stays refuted: no card can be written any more
         print(f"on the card: {_rendered(args.attach, audited)}")
     return 0 if result.holds else 1
 

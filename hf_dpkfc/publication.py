@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_dpkfc.errors import UnsupportedTaskError
+from hf_dpkfc.errors import PublishingError, UnsupportedTaskError
 from hf_dpkfc.losses import Task, task_of, unwrapped
 from hf_dpkfc.publishing.card import CardFacts, is_ours_alone, read_card, render_card
 from hf_dpkfc.publishing.statement import PrivacyStatement
@@ -59,16 +59,17 @@ class CardOptions:
     dataset_args: str | Sequence[str] | None = None
 
     def facts(
-        self, model: nn.Module, default_name: str, log_history: Sequence[Mapping[str, Any]]
+        self, model: nn.Module, default_name: str, evaluation: Mapping[str, Any]
     ) -> CardFacts:
         """What the card says besides privacy: these options, the model and its evaluation."""
-        origin = self.finetuned_from or str(getattr(unwrapped(model).config, "_name_or_path", ""))
+        config = getattr(unwrapped(model), "config", None)
+        origin = self.finetuned_from or str(getattr(config, "_name_or_path", ""))
         tasks = _several(self.tasks)
         return CardFacts(
             model_name=self.model_name or default_name,
             base_model=origin if _is_hub_id(origin) else None,
             datasets=_several(self.dataset_tags) or _several(self.dataset),
-            metrics=_last_evaluation(log_history),
+            metrics=_quotable(evaluation),
             task=tasks[0] if tasks else _pipeline_tag(model),
             library="transformers" if model is unwrapped(model) else "peft",
             license=self.license,
@@ -86,11 +87,11 @@ def _is_hub_id(origin: str) -> bool:
     return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", origin) is not None and not Path(origin).exists()
 
 
-def _last_evaluation(log_history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    evaluated = [log for log in log_history if "eval_loss" in log]
+def _quotable(evaluation: Mapping[str, Any]) -> dict[str, float]:
+    """What an evaluation says of the model: not how fast it ran, nor of private records."""
     return {
         name.removeprefix("eval_"): float(value)
-        for name, value in (evaluated[-1] if evaluated else {}).items()
+        for name, value in evaluation.items()
         if name.startswith("eval_") and not name.endswith(_SPEED_SUFFIXES) and _is_number(value)
     }
 
@@ -105,7 +106,7 @@ def _pipeline_tag(model: nn.Module) -> str | None:
         task = task_of(model)
     except UnsupportedTaskError:
         return None
-    is_vision = hasattr(unwrapped(model).config, "num_channels")
+    is_vision = hasattr(getattr(unwrapped(model), "config", None), "num_channels")
     return _PIPELINE_TAGS.get(task, f"{'image' if is_vision else 'text'}-classification")
 
 
@@ -169,7 +170,18 @@ class Publication:
             )
 
     def _stage(self, folder: Path) -> None:
-        """Written afresh: whatever else lies in ``output_dir`` can't come along."""
+        """Written afresh: whatever else lies in ``output_dir`` can't come along.
+
+        Raises:
+            PublishingError: If the model isn't one that others could load from a folder.
+        """
+        if not hasattr(self.model, "save_pretrained"):
+            raise PublishingError(
+                f"{type(self.model).__name__} can't be published: it has no save_pretrained.",
+                why="the Hub gets a folder that from_pretrained can read again.",
+                way_out="make it a transformers.PreTrainedModel, or give it "
+                "huggingface_hub.PyTorchModelHubMixin.",
+            )
         self.model.save_pretrained(folder)
         if self.model is not unwrapped(self.model):
             self._settle_adapter(folder)

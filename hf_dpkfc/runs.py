@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -112,6 +113,10 @@ class RunFolder:
         """SHA-256 of the ledger file."""
         return hashlib.sha256(self.ledger_path.read_bytes()).hexdigest()
 
+    def run_digest(self) -> str:
+        """SHA-256 of the ledger's first line: the same through a whole run, and no other run's."""
+        return hashlib.sha256(self.ledger_path.read_bytes().partition(b"\n")[0]).hexdigest()
+
     def holds(self, plan: PrivacyPlan, num_releases: int, claims_privacy: bool) -> bool:
         """Whether the ledger's own lines say this plan, this claim and this many releases."""
         try:
@@ -123,7 +128,12 @@ class RunFolder:
         return claim == (plan.to_dict(), claims_privacy) and len(charges) == num_releases
 
     def open(
-        self, plan: PrivacyPlan, *, continues: bool, claims_privacy: bool = True
+        self,
+        plan: PrivacyPlan,
+        *,
+        continues: bool,
+        claims_privacy: bool = True,
+        description: Mapping[str, str] | None = None,
     ) -> tuple[SecretKey, PrivacyLedger]:
         """Key and ledger of a new run, or of the one that is continued.
 
@@ -142,6 +152,7 @@ class RunFolder:
             plan,
             lambda message: key.mac(message, purpose="ledger"),
             claims_privacy,
+            description,
         )
         return key, ledger
 

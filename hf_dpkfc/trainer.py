@@ -109,8 +109,9 @@ class DPKFCTrainer(Trainer):
         self._starts = False
         self._resume_from: str | None = None
         self._trial_number: int | None = None
-        self._spent = TuningCost.nothing()
+        self._spent = self._spent_earlier = TuningCost.nothing()
         self._has_evaluated_private = False
+        self._evaluations: dict[str, dict[str, float]] = {}
         super().__init__(model, self._own_copy(args), *trainer_positional, **trainer_arguments)
         self.args.gradient_accumulation_steps = self._accumulation
         self.model_accepts_loss_kwargs = False
@@ -237,9 +238,11 @@ class DPKFCTrainer(Trainer):
         chosen = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(chosen, str):  # HF goes through a dictionary of sets by their names
             chosen = self.eval_dataset[chosen]
-        return super().evaluate(
-            eval_dataset, ignore_keys, self._prefix_for(chosen, metric_key_prefix)
-        )
+        prefix = self._prefix_for(chosen, metric_key_prefix)
+        metrics = super().evaluate(eval_dataset, ignore_keys, prefix)
+        # By the weights that they are true of, for the card.
+        self._evaluations.setdefault(self._weights_digest(), {}).update(metrics)
+        return metrics
 
     def predict(
         self,
@@ -283,8 +286,7 @@ class DPKFCTrainer(Trainer):
             **kwargs: by position or by name.
         """
         self._spent = TuningCost.nothing()
-        path = Path(self.args.output_dir) / TUNING_NAME
-        earlier = TuningCost.load(path)
+        self._spent_earlier = TuningCost.load(self._tuning_path)
         if self.model is None:  # HF let go of it after the last search
             self.model: Any = self.call_model_init()
         space = hp_space or partial(search_space, exponent=exponent_of(self._probe()))
@@ -292,10 +294,11 @@ class DPKFCTrainer(Trainer):
             return super().hyperparameter_search(space, *args, **kwargs)
         finally:  # trials of a search that was broken off have cost what they cost
             if self._spent.num_trials:
-                cost = earlier + self._spent
-                logger.warning("%s", cost)
-                if self.is_world_process_zero():
-                    cost.save(path)
+                logger.warning("%s", self._spent_earlier + self._spent)
+
+    @property
+    def _tuning_path(self) -> Path:
+        return Path(self.args.output_dir) / TUNING_NAME
 
     def create_model_card(
         self,
@@ -565,7 +568,7 @@ class DPKFCTrainer(Trainer):
             preconditioner=self._saved_preconditioner(),
         )
         self._num_releases = self._run.num_releases
-        self._spent += TuningCost.of([plan], claims_privacy=self.args.claims_privacy)
+        self._count_cost(plan)
         reservation = "" if self.args.claims_privacy else " (probe='oracle': its ε isn't claimed)"
         logger.info("Privacy plan%s\n%s", reservation, plan)
         if not self._run.may_release(step_of(self._resume_from)):
@@ -574,6 +577,12 @@ class DPKFCTrainer(Trainer):
                 why="steps lost in earlier launches were charged to the same budget.",
                 way_out="use the last checkpoint: it carries the guarantee.",
             )
+
+    def _count_cost(self, plan: PrivacyPlan) -> None:
+        """A trial's cost is on disk before its first release: a search may be killed."""
+        self._spent += TuningCost.of([plan], claims_privacy=self.args.claims_privacy)
+        if self._trial_number is not None and self.is_world_process_zero():
+            (self._spent_earlier + self._spent).save(self._tuning_path)
 
     def _adambc_arguments(self) -> dict[str, Any]:
         """From HF's options and the plan: B is the public constant, never a drawn size."""
@@ -669,7 +678,10 @@ class DPKFCTrainer(Trainer):
         if peers.rank == 0:
             try:
                 key, ledger = self._files.open(
-                    plan, continues=self._continues, claims_privacy=self.args.claims_privacy
+                    plan,
+                    continues=self._continues,
+                    claims_privacy=self.args.claims_privacy,
+                    description=self._description(),
                 )
             except Exception as error:  # every rank must hear of it, or the others wait forever
                 failure = error
@@ -677,6 +689,14 @@ class DPKFCTrainer(Trainer):
         if failure is not None:
             raise failure
         return peers.broadcast(key), ledger
+
+    def _description(self) -> dict[str, str]:
+        """What the card says of every step, by the names of the options."""
+        return {
+            "preconditioner": self.args.preconditioner,
+            "probe": self.args.probe,
+            "secure_rng": str(self.args.secure_rng),
+        }
 
     def _abandon_trial(self) -> None:
         """A trial that was pruned or failed is never resumed, so its key goes with it."""
@@ -768,14 +788,20 @@ class DPKFCTrainer(Trainer):
             or any(name.startswith("unsafe/") for log in self.state.log_history for name in log),
             dp_optimizer=args.dp_optimizer_facts(),
             versions={name: version(name) for name in ("hf-dpkfc", "torch", "opacus")},
-            weights_sha256=weights_digest(run.query.model),
+            weights_sha256=self._weights_digest(),
+            run_sha256=self._files.run_digest(),
         )
+
+    def _weights_digest(self) -> str:
+        """Of the model as it is now."""
+        return weights_digest(self.accelerator.unwrap_model(self.model))
 
     def _publication(self, options: CardOptions) -> Publication:
         """What would be published now."""
         model = self.accelerator.unwrap_model(self.model)
         statement = self._statement().require_publishable()
-        if statement.weights_sha256 not in (None, weights_digest(model)):
+        digest = self._weights_digest()
+        if statement.weights_sha256 not in (None, digest):
             raise PublishingError(
                 "The model's weights aren't those that the private training led to.",
                 why="the ledger says nothing of what was done to them since, or of other weights.",
@@ -783,7 +809,7 @@ class DPKFCTrainer(Trainer):
                 f"from {self.args.output_dir} first.",
             )
         name = Path(self.args.output_dir).absolute().name
-        facts = options.facts(model, name, self.state.log_history)
+        facts = options.facts(model, name, self._evaluations.get(digest, {}))
         return Publication(statement, facts, model, self._processor, Path(self.args.output_dir))
 
     # ---- Resuming and logs ----

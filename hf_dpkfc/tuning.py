@@ -105,7 +105,10 @@ class TuningCost:
             "runs": self.runs,
             "claims_privacy": self.claims_privacy,
         }
-        path.write_text(json.dumps(fields, indent=1, ensure_ascii=False) + "\n")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".part")
+        partial.write_text(json.dumps(fields, indent=1, ensure_ascii=False) + "\n")
+        partial.replace(path)
 
     @classmethod
     def load(cls, path: Path) -> TuningCost:

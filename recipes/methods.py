@@ -38,7 +38,8 @@ def _adam_grid(rates: list[float], clip_norms: list[float]) -> tuple[Setting, ..
 GRIDS: Mapping[str, tuple[Setting, ...]] = {
     "sgd": _sgd_grid([0.05, 0.15, 0.5], [0.25, 2.0]),
     "adamw": _adam_grid([3e-4, 1e-3, 3e-3], [0.1, 1.0]),
-    "adambc": _adam_grid([1e-3, 3e-3, 1e-2], [0.1, 1.0]),
+    # AdamBC's floor is absolute, so C decides how far it stands above the noise's own (σC/B)².
+    "adambc": _adam_grid([1e-3, 3e-3, 1e-2], [0.03, 0.1]),
 }
 
 

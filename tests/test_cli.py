@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import csv
+import json
 
 import pytest
 import settings
@@ -103,6 +104,10 @@ def test_train_runs_a_yaml_file(checkpoint, tmp_path, capsys):
     assert "accuracy on" in printed
     assert "ε spent: " in printed
     assert (tmp_path / "out/model.safetensors").exists()
+    assert json.loads((tmp_path / "out/config.json").read_text())["id2label"] == {
+        "0": "t0",
+        "1": "t1",
+    }
 
 
 @pytest.mark.parametrize(
@@ -118,6 +123,7 @@ def test_train_runs_a_yaml_file(checkpoint, tmp_path, capsys):
         ({"learning_rate": "fast"}, "learning_rate='fast'"),
         ({"max_steps": "many"}, "max_steps='many'"),
         ({"lr_scheduler_type": "zigzag"}, "zigzag"),
+        ({"eval_strategy": "epoch"}, "eval_dataset"),
     ],
 )
 def test_a_wrong_line_is_named(checkpoint, tmp_path, capsys, change, match):
@@ -132,6 +138,24 @@ def test_a_wrong_line_is_named(checkpoint, tmp_path, capsys, change, match):
     }
     config = write_config(tmp_path / "c.yaml", **(lines | change))
     assert main(["train", config]) == 2
+    assert match in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        ("text,topic\na day,t0\n,t1\n", "Row 2 of text_column='text'"),
+        ("text,topic\na day,t0\nwork,\n", "Row 2 of label_column='topic'"),
+        ("text,topic\n1,t0\n2,t1\n", "Row 1 of text_column='text'"),
+        ("text,topic\na,t0\nb,t1,more\n", "can't be read as csv"),
+        ("", "can't be read as csv"),
+    ],
+)
+def test_a_record_that_cannot_be_used_is_named(checkpoint, tmp_path, capsys, content, match):
+    (tmp_path / "train.csv").write_text(content)
+    lines = {"model": checkpoint, "train_file": tmp_path / "train.csv", "text_column": "text"}
+    lines |= {"label_column": "topic", "output_dir": tmp_path / "out", "target_epsilon": 1.0}
+    assert main(["train", write_config(tmp_path / "c.yaml", **lines)]) == 2
     assert match in capsys.readouterr().err
 
 

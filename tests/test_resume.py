@@ -371,6 +371,22 @@ def test_metrics_logged_before_an_interruption_are_on_the_statement(tmp_path):
     assert PrivacyStatement.load(tmp_path).logged_unsafe_metrics
 
 
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"probe": "uniform"}, "probe was 'auto'"),
+        ({"preconditioner": "none"}, "preconditioner was 'kfac'"),
+        ({"secure_rng": True}, "secure_rng was 'False'"),
+    ],
+)
+def test_what_the_card_says_of_every_step_cannot_change_on_resume(tmp_path, change, named):
+    options = {"save_strategy": "steps", "save_steps": 2}
+    with pytest.raises(KeyboardInterrupt):
+        settings.trainer(tmp_path, callbacks=[Interrupt()], **options).train()
+    with pytest.raises(LedgerError, match=named):
+        settings.trainer(tmp_path, **options, **change).train(resume_from_checkpoint=True)
+
+
 def test_another_generator_is_another_query(tmp_path):
     """Also where both draws are empty, so that records and sums don't tell them apart."""
     trainer = settings.trainer(tmp_path, max_steps=1)

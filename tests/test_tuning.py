@@ -102,6 +102,25 @@ def test_searches_on_the_same_records_add_up(searching, tmp_path):
     assert json.loads((tmp_path / "privacy_tuning.json").read_text())["num_trials"] == 2
 
 
+class Look(TrainerCallback):
+    """What a kill at the beginning of a step would leave."""
+
+    def __init__(self, path):
+        self.path, self.found = path, []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.found.append(json.loads(self.path.read_text())["num_trials"])
+
+
+def test_a_trials_cost_is_on_disk_before_its_first_release(searching, tmp_path):
+    look = Look(tmp_path / "privacy_tuning.json")
+    searching.add_callback(look)
+    searching.hyperparameter_search(
+        backend="optuna", n_trials=2, compute_objective=lambda metrics: metrics["eval_loss"]
+    )
+    assert look.found == [1, 1, 2, 2]
+
+
 def test_a_cost_that_cannot_be_read_is_not_forgotten(searching, tmp_path):
     (tmp_path / "privacy_tuning.json").write_text("{}")
     with pytest.raises(LedgerError, match="earlier searches"):

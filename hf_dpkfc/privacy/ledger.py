@@ -12,7 +12,7 @@ import hashlib
 import hmac
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -23,7 +23,7 @@ from hf_dpkfc.privacy.plan import PrivacyPlan
 # (message) -> MAC, keyed; the ledger never holds the key itself.
 Mac = Callable[[bytes], bytes]
 
-VERSION = 1
+VERSION = 2
 SAMPLER = "poisson"
 
 
@@ -47,6 +47,7 @@ class PrivacyLedger:
         plan: The plan that is charged.
         mac: Keyed MAC.
         claims_privacy: False where the factors see private records; for a whole run or not at all.
+        description: What a card says of the whole run, by option; the same in every launch.
 
     Raises:
         LedgerError: If the file is in use, damaged, shortened, or another plan's or key's.
@@ -59,9 +60,11 @@ class PrivacyLedger:
         plan: PrivacyPlan,
         mac: Mac,
         claims_privacy: bool = True,
+        description: Mapping[str, str] | None = None,
     ) -> None:
         self.path, self.head_path, self.plan = Path(path), Path(head_path), plan
         self.claims_privacy = claims_privacy
+        self.description = dict(description or {})
         self._mac = mac
         self._charges: list[Charge] = []
         self._seen: set[Charge] = set()
@@ -81,6 +84,7 @@ class PrivacyLedger:
                     "sampler": SAMPLER,
                     "plan": plan.to_dict(),
                     "claims_privacy": claims_privacy,
+                    "description": self.description,
                 }
             )
 
@@ -224,6 +228,15 @@ class PrivacyLedger:
                 "at all.",
                 way_out="resume with the probe that the run was started with, or start a new run "
                 "in another output_dir.",
+            )
+        told, ours = header["description"], self.description
+        changed = [f"{k} was {told.get(k)!r}" for k, v in ours.items() if told.get(k) != v]
+        if changed:
+            raise LedgerError(
+                f"{self.path} belongs to a run with other options: {', '.join(changed)}.",
+                why="the card describes every step of a run, and these would be true of some only.",
+                way_out="resume with the options that the run was started with, or start a new "
+                "run in another output_dir.",
             )
         if header["plan"] != self.plan.to_dict():
             changed = [k for k, v in self.plan.to_dict().items() if header["plan"].get(k) != v]

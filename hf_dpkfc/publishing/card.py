@@ -223,6 +223,7 @@ def _model_index(facts: CardFacts) -> dict[str, Any]:
 def typed_block(statement: PrivacyStatement) -> dict[str, Any]:
     """The claim as the card's metadata holds it, with its types."""
     plan = statement.plan
+    run = {} if statement.run_sha256 is None else {"run": statement.run_sha256}
     return {
         "epsilon": float(plan.epsilon),
         "delta": float(plan.delta),
@@ -235,6 +236,7 @@ def typed_block(statement: PrivacyStatement) -> dict[str, Any]:
         "steps": plan.steps,
         "accountant": plan.accountant,
         "statement": STATEMENT_NAME,
+        **run,
     }
 
 
@@ -295,10 +297,10 @@ def _statements(statement: PrivacyStatement) -> list[str]:
         f"**Adjacency.** {plan.adjacency.value}. Replace-one is not claimed.",
         "**Coverage.** This training run. Hyperparameter tuning, preprocessing and evaluation are "
         "not covered unless said otherwise elsewhere on this card.",
-        f"**Mechanism.** Per-example gradients are preconditioned, clipped to norm "
-        f"{plan.clip_norm:g} in the preconditioned space, summed, and Gaussian noise of standard "
-        f"deviation {plan.noise_multiplier:.4g}·{plan.clip_norm:g} is added to every coordinate. "
-        f"Preconditioner: {_geometry(geometry)}.{_optimizer(statement.dp_optimizer)}",
+        f"**Mechanism.** Per-example gradients are {_clipped(geometry, plan.clip_norm)}, summed, "
+        f"and Gaussian noise of standard deviation {plan.noise_multiplier:.4g}·{plan.clip_norm:g} "
+        f"is added to every coordinate. Preconditioner: {_geometry(geometry)}."
+        f"{_optimizer(statement.dp_optimizer)}",
         f"**Sampling.** Assumed and done: Poisson, each record with probability "
         f"{plan.expected_batch_size}/{plan.dataset_size} per step.",
         f"**Steps.** {plan.steps} planned, {statement.num_releases} taken; expected batch "
@@ -324,6 +326,12 @@ def _statements(statement: PrivacyStatement) -> list[str]:
         "**Caveats.** The guarantee is about the algorithm; it rests on this implementation and on "
         "floating-point noise being close to Gaussian.",
     ]
+
+
+def _clipped(geometry: dict[str, Any], clip_norm: float) -> str:
+    if geometry["kind"] == "none":
+        return f"clipped to norm {clip_norm:g}"
+    return f"preconditioned, clipped to norm {clip_norm:g} in the preconditioned space"
 
 
 def _geometry(geometry: dict[str, Any]) -> str:

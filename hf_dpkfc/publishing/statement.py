@@ -50,6 +50,7 @@ class PrivacyStatement:
         dp_optimizer: Name and options of what came between noise and weights; None for plain torch.
         audit: Result of an audit, if one was made.
         weights_sha256: Digest of the weights that the releases led to.
+        run_sha256: Digest of the ledger's first line, which tells this training from any other.
         format: Of this file.
     """
 
@@ -65,6 +66,7 @@ class PrivacyStatement:
     dp_optimizer: dict[str, Any] | None = None
     audit: dict[str, Any] | None = None
     weights_sha256: str | None = None
+    run_sha256: str | None = None
     format: int = field(default=FORMAT)
 
     def require_publishable(self) -> PrivacyStatement:
@@ -84,7 +86,6 @@ class PrivacyStatement:
                 self.num_releases > self.plan.steps
             ),
             "the ledger holds no release": self.num_releases < 1,
-            "its audit refutes the claim": self._is_refuted,
         }
         for reason, holds in reasons.items():
             if holds:
@@ -93,6 +94,12 @@ class PrivacyStatement:
                     why="a card states a guarantee, and there is none.",
                     way_out="train with a finite target_epsilon and data-free or public probes.",
                 )
+        if self._is_refuted:
+            raise PublishingError(
+                "This model can't be published: its audit refutes the claim.",
+                why="somebody got more out of its releases than the guarantee allows.",
+                way_out="please report it with the audit's JSON; don't release the model.",
+            )
         return self
 
     @property

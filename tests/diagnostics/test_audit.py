@@ -14,7 +14,7 @@ import settings
 from hf_dpkfc import PrivacyPlan, engine
 from hf_dpkfc.cli import main
 from hf_dpkfc.diagnostics.audit import CONFIDENCE, audit_step, audit_training, tiny_stage
-from hf_dpkfc.errors import ConfigurationError
+from hf_dpkfc.errors import ConfigurationError, PublishingError
 from hf_dpkfc.mechanism.noise import privatize
 from hf_dpkfc.privacy.accounting import calibrate
 from hf_dpkfc.publishing.statement import PrivacyStatement
@@ -142,7 +142,11 @@ def test_a_refuted_claim_is_said_and_never_on_a_card(trained, tmp_path, monkeypa
     printed = capsys.readouterr()
     assert "THE CLAIM IS REFUTED" in printed.out
     assert "its audit refutes the claim" in printed.err
-    assert PrivacyStatement.load(trained).audit is None
+    statement = PrivacyStatement.load(trained)
+    with pytest.raises(PublishingError, match="its audit refutes the claim"):
+        statement.require_publishable()
+    with pytest.raises(PublishingError, match="its audit refutes the claim"):
+        settings.trainer(trained, max_steps=2).create_model_card()
 
 
 @pytest.mark.slow

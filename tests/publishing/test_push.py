@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ import pytest
 import settings
 import tokenizers_zoo
 import torch
+from torch import nn
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -21,6 +23,7 @@ from transformers import (
 from hf_dpkfc import DPKFCTrainer
 from hf_dpkfc.cli import main
 from hf_dpkfc.errors import PublishingError
+from hf_dpkfc.publication import CardOptions
 from hf_dpkfc.publishing import upload
 from hf_dpkfc.publishing.card import split_metadata
 from hf_dpkfc.publishing.statement import PrivacyStatement
@@ -283,12 +286,54 @@ def test_a_readme_with_a_broken_header_is_said_and_kept(hub, tmp_path):
 def test_the_last_evaluation_is_the_one_on_the_card(hub, tmp_path):
     trainer = trained(tmp_path, eval_dataset=settings.text_data(10, seed=4))
     for value in (0.25, 0.75):
-        trainer.state.log_history.append({"eval_loss": value, "eval_f1": float("nan")})
+        trainer.compute_metrics = lambda _, v=value: {"score": v, "f1": float("nan")}
+        trainer.evaluate()
         trainer.push_to_hub()
     text = pushed(hub).files["README.md"].decode()
-    assert "| loss | 0.7500 |" in text
+    assert "| score | 0.7500 |" in text
     assert "0.2500" not in text
     assert "nan" not in text
+
+
+def test_the_evaluation_on_the_card_is_that_of_the_published_weights(hub, tmp_path):
+    """The best checkpoint is loaded at the end; the last one's evaluation isn't its own."""
+    calls = itertools.count(1)
+    trainer = settings.trainer(
+        tmp_path,
+        max_steps=3,
+        eval_dataset=settings.text_data(10, seed=4),
+        compute_metrics=lambda _: {"call": float(next(calls))},
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        load_best_model_at_end=True,
+        metric_for_best_model="call",
+        greater_is_better=False,
+    )
+    trainer.train()
+    trainer.create_model_card()
+    assert "| call | 1.0000 |" in (tmp_path / "README.md").read_text()
+
+
+def test_a_second_training_in_a_folder_keeps_nothing_of_the_first_ones_card(hub, tmp_path):
+    """Also under the same plan, with the same ε."""
+    first = trained(tmp_path, eval_dataset=settings.text_data(10, seed=4))
+    first.compute_metrics = lambda _: {"score": 0.9}
+    first.evaluate()
+    first.create_model_card(finetuned_from="org/first", dataset="first-set")
+    assert "0.9000" in (tmp_path / "README.md").read_text()
+    trained(tmp_path).create_model_card()
+    card = (tmp_path / "README.md").read_text()
+    assert "first" not in card
+    assert "0.9000" not in card
+
+
+def test_a_model_that_nobody_could_load_again_is_refused_by_name(hub, tmp_path):
+    trainer = trained(tmp_path)
+    publication = replace(trainer._publication(CardOptions()), model=nn.Linear(2, 2))
+    with pytest.raises(PublishingError, match="Linear can't be published"):
+        publication.push("tester/other", token=None, private=None, revision=None, message="x")
 
 
 def test_hugging_faces_card_options_reach_the_card(hub, tmp_path):
