@@ -19,7 +19,7 @@ from typing import Any
 
 from compare import Recipe, collect, workers
 from methods import METHODS
-from task import RESULTS, run_trial, tuned_setting, write_json
+from task import RESULTS, run_trial, tuned_setting, tuning_path, write_json
 
 VARIANTS: tuple[Mapping[str, Any], ...] = (
     {},
@@ -84,8 +84,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=1, help="runs at once")
     options, arguments = parser.parse_known_args()
+    if options.seeds < 2:
+        parser.error("--seeds: a spread needs two at least")
     recipe = Recipe(options.recipe.removesuffix(".py"), tuple(arguments))
     task, epsilon = recipe.task(), options.epsilon
+    if not tuning_path(RESULTS, task, "synthetic", epsilon).exists():
+        parser.error(f"{task.name} isn't tuned at ε = {epsilon:g}: run compare.py on it first")
     rows = measure(recipe, epsilon, options.seeds, options.jobs)
     command = f"python recipes/ablation.py {recipe.shown} --epsilon {epsilon:g}"
     command += f" --seeds {options.seeds}"

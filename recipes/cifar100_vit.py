@@ -51,7 +51,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def load(options: argparse.Namespace) -> Task:
     rows = _split(options.data, "train", options).shuffled()
     is_own = options.smoke or options.model == "pretrained-here"
-    public = rows.part(0, NUM_PUBLIC) if is_own else _split("cifar10", "train", options)
+    public = rows.part(0, NUM_PUBLIC) if is_own else _proxy(options)
     private = rows.part(len(rows) // 4 if options.smoke else NUM_PUBLIC) if is_own else rows
     held_out = len(private) // 10 if options.smoke else NUM_VALIDATION
     build = _own_model(options, public) if is_own else _checkpoint(options)
@@ -94,6 +94,13 @@ def _split(name: str, split: str, options: argparse.Namespace) -> images.Images:
     if options.smoke:
         return images.noise_images(800 if split == "train" else 200, 3, seed=len(split), size=32)
     return images.load(name, split, options.data_dir)
+
+
+def _proxy(options: argparse.Namespace) -> images.Images:
+    """The other CIFAR's images, none of which is private; labels as many as the head has."""
+    other = next(name for name in NUM_LABELS if name != options.data)
+    rows = _split(other, "train", options)
+    return images.Images(rows.pixel_values, rows.labels % NUM_LABELS[options.data])
 
 
 def _frozen(model: PreTrainedModel, mode: str) -> PreTrainedModel:

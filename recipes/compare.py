@@ -18,6 +18,8 @@ import importlib
 import json
 import multiprocessing
 import os
+import re
+import shlex
 import sys
 import threading
 import time
@@ -67,11 +69,20 @@ class Recipe:
     @property
     def shown(self) -> str:
         """Its name and options, without this machine's folders."""
-        shown = list(self.arguments)
-        for at, argument in enumerate(shown[:-1]):
-            if argument == "--data-dir":
-                shown[at + 1] = "DIR"
-        return " ".join([self.name, *shown])
+        text = shlex.join([self.name, *self.arguments])
+        return re.sub(r"(?<=--data-dir[ =])('[^']*'|\S+)", "DIR", text)
+
+    @classmethod
+    def in_command(cls, command: str) -> Recipe:
+        """The recipe of a command that stands in a result."""
+        options, arguments = parser().parse_known_args(shlex.split(command)[2:])
+        return cls(options.recipe, tuple(arguments))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What was asked for, wherever the data lay."""
+        given = options_of(importlib.import_module(self.name)).parse_args(self.arguments)
+        return {name: value for name, value in vars(given).items() if name != "data_dir"}
 
 
 @dataclass(frozen=True)
@@ -102,6 +113,17 @@ class Comparison:
     def task(self) -> Task:
         """The recipe's task."""
         return self.recipe.task()
+
+    def require_own_folder(self) -> None:
+        """Refuse a folder with results of another model, length or number of epochs."""
+        for path in sorted((self.results / self.task.name).rglob("*_eps*.json")):
+            found = json.loads(path.read_text())
+            is_same = Recipe.in_command(found["command"]).options == self.recipe.options
+            if not is_same or found.get("task_title", self.task.title) != self.task.title:
+                raise SystemExit(
+                    f"{path} is a result of\n  {found['command']}\nand would be taken for one of\n"
+                    f"  {self.recipe.command}\nMove it away, or give another --results."
+                )
 
     def trials_of(self, arm: Arm) -> list[dict[str, Any]]:
         """Trials of the grid that are there; none where they were made with other lengths."""
@@ -215,6 +237,7 @@ def workers(jobs: int, threads: int) -> ProcessPoolExecutor:
 
 def compare(comparison: Comparison, jobs: int, threads: int) -> None:
     """Fill in what is missing: trials first, then final runs; each is saved when it is done."""
+    comparison.require_own_folder()
     with workers(jobs, threads) as pool:
         recipe = comparison.recipe
         trials = {

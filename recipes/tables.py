@@ -84,13 +84,18 @@ def markdown(runs: Runs, title: str) -> str:
     ]
     lines = ["| " + " | ".join(row) + " |" for row in [header, *rows]]
     lines.insert(1, "|" + "---|" * len(header))
-    caption = f"{title}{_rank_note(runs)}. Test accuracy, % (`{_command(runs)}`):"
+    commands = " and ".join(f"`{command}`" for command in _commands(runs))
+    caption = f"{title}{_rank_note(runs)}. Test accuracy, % ({commands}):"
     return caption + "\n\n" + "\n".join(lines)
 
 
-def _command(runs: Runs) -> str:
-    """What made the table; the runs' own commands name one arm each."""
-    return next(iter(runs.values()))[0]["command"].partition(" --methods")[0]
+def _commands(runs: Runs) -> list[str]:
+    """What makes the table: one command for all ε that have the same methods."""
+    recipe = next(iter(runs.values()))[0]["command"].partition(" --methods")[0]
+    methods = defaultdict(list)
+    for epsilon in sorted({epsilon for _, epsilon in runs}):
+        methods[" ".join(m for m in METHODS if (m, epsilon) in runs)].append(f"{epsilon:g}")
+    return [f"{recipe} --methods {m} --epsilons {' '.join(e)}" for m, e in methods.items()]
 
 
 def _rank_note(runs: Runs) -> str:

@@ -5,9 +5,10 @@ in one process per arm. A step is a logical batch of several micro-batches with 
 forward, backward, clipping, noise and the optimizer's update. All Linear and LayerNorm parameters
 train.
 
-    python recipes/throughput.py --model sentence-transformers/all-MiniLM-L6-v2
-    python recipes/throughput.py --model FOLDER --name minilm     # a local checkpoint
-    python recipes/throughput.py --trainer                        # what DPKFCTrainer adds
+    python recipes/throughput.py                      # MiniLM, from the package index
+    python recipes/throughput.py --name mpnet         # mpnet/ in $HF_DPKFC_DATA
+    python recipes/throughput.py --model ID_OR_FOLDER
+    python recipes/throughput.py --trainer            # what DPKFCTrainer adds
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from offline import CHECKPOINTS
 from opacus import GradSampleModule
 from opacus.grad_sample import GradSampleModuleFastGradientClipping
 from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
@@ -269,8 +271,8 @@ def _memory_mib(field: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="sentence-transformers/all-MiniLM-L6-v2")
-    parser.add_argument("--name", help="name in the results (default: the model's)")
+    parser.add_argument("--name", default="minilm", help="of the result; minilm and mpnet load one")
+    parser.add_argument("--model", help="Hub id or folder (default: the checkpoint of that name)")
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--micro-batch", type=int, default=32)
     parser.add_argument("--accumulation", type=int, default=8)
@@ -279,13 +281,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/throughput")
     parser.add_argument("--memory-of", choices=ARMS, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.model is None and args.name not in CHECKPOINTS:
+        parser.error(f"--name {args.name} needs a --model (known: {', '.join(CHECKPOINTS)})")
+    shown = f" --model {args.model}" if args.model else ""
+    args.model = args.model or str(CHECKPOINTS[args.name]())
     if args.memory_of:
         print_peak_of(args)
         return
-    name = args.name or args.model.split("/")[-1]
+    name = args.name
     settings = {k: v for k, v in vars(args).items() if k not in ("memory_of", "out", "model")}
     result = {
-        "command": f"python recipes/throughput.py --name {name} --length {args.length} "
+        "command": f"python recipes/throughput.py --name {name}{shown} --length {args.length} "
         f"--micro-batch {args.micro_batch} --accumulation {args.accumulation} "
         f"--rounds {args.rounds}" + (" --trainer" if args.trainer else ""),
         "settings": settings | {"name": name},

@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import compare
@@ -77,6 +79,60 @@ def test_a_trial_that_is_there_is_not_made_again(tmp_path):
     assert len(list(asked.missing_trials())) == 2 * NUM_POINTS - 1
 
 
+def test_results_of_another_model_are_not_taken_for_this_ones(tmp_path):
+    arguments = ("--data", "complaints", "--train", "head")
+    folder = tmp_path / "complaints_head"
+    shutil.copytree(RESULTS / "complaints_head", folder)
+    small = compare.Recipe("stackoverflow_bert", (*arguments, "--model=minilm", "--data-dir", "X"))
+    arms = (compare.Arm("none", 1.0),)
+    title = json.loads((folder / "none_eps1_seed0.json").read_text())["task_title"]
+    own = compare.Comparison(_Titled(small, title), arms, (0,), tmp_path, tmp_path)
+    own.require_own_folder()
+    other = compare.Recipe("stackoverflow_bert", (*arguments, "--model", "bert"))
+    for recipe, named in ((other, title), (small, "5 epochs")):
+        with pytest.raises(SystemExit, match="Move it away"):
+            replace(own, recipe=_Titled(recipe, named)).require_own_folder()
+
+
+class _Titled:
+    """A recipe that needn't load its data to be asked for its title."""
+
+    def __init__(self, recipe, title):
+        self.options, self.command, self.title = recipe.options, recipe.command, title
+
+    def task(self):
+        return replace(CountedRecipe().task(), name="complaints_head", title=self.title)
+
+
+def test_a_table_names_the_command_that_makes_it():
+    run = {"command": "python recipes/compare.py r --methods none --epsilons 1 --seeds 0"}
+    runs = {(m, e): [run] for m, e in [("none", 1.0), ("disk", 1.0), ("none", 3.0), ("none", 8.0)]}
+    assert tables._commands(runs) == [
+        "python recipes/compare.py r --methods none disk --epsilons 1",
+        "python recipes/compare.py r --methods none --epsilons 3 8",
+    ]
+
+
+@pytest.mark.parametrize("given", [("--data-dir", "/home/alice"), ("--data-dir=/home/alice",)])
+def test_no_command_names_a_folder_of_this_machine(given):
+    assert "alice" not in compare.Recipe("mnist_cnn", given).command
+
+
+@pytest.mark.parametrize("data", ["cifar10", "cifar100"])
+def test_the_public_proxy_holds_no_private_image(data, monkeypatch):
+    recipe = importlib.import_module("cifar100_vit")
+    loaded = []
+
+    def load(name, split, data_dir):
+        loaded.append(name)
+        return images.noise_images(6_000, 3, seed=0, size=4, num_labels=recipe.NUM_LABELS[name])
+
+    monkeypatch.setattr(images, "load", load)
+    proxy = recipe._proxy(options_of(recipe).parse_args(["--data", data]))
+    assert data not in loaded
+    assert int(proxy.labels.max()) < recipe.NUM_LABELS[data]
+
+
 def test_trials_of_another_length_are_not_mixed_in(tmp_path):
     asked = comparison(tmp_path)
     arm, setting = next(asked.missing_trials())
@@ -142,7 +198,7 @@ def test_a_table_holds_mean_and_deviation_over_seeds(tmp_path):
         (tmp_path / f"none_eps1_seed{seed}.json").write_text(json.dumps(run))
     table = tables.write(tmp_path, "Counted")
     assert "| DP-SGD | 60.0 ± 10.0 | 3 |" in table
-    assert "(`python recipes/compare.py counted`):" in table
+    assert "(`python recipes/compare.py counted --methods none --epsilons 1`):" in table
     assert table in (tmp_path / "README.md").read_text()
     assert (tmp_path / "accuracy.svg").read_text().startswith("<?xml")
 
