@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -94,7 +95,7 @@ def lengths_of(dataset: Sequence[Any]) -> Callable[[int], int] | None:
     """From an index to the number of its record's tokens; None where records hold none."""
     if not len(dataset) or not _num_tokens(dataset[0]):
         return None
-    return lambda index: _num_tokens(dataset[index])
+    return cache(lambda index: _num_tokens(dataset[index]))
 
 
 def _num_tokens(record: Any) -> int:
@@ -122,17 +123,32 @@ def neighbours(
     """
     batch = _mixed_batch(probe)
     records = [_record(batch, i) for i in range(len(next(iter(batch.values()))))]
+    # A collator for language models makes the labels itself, and pads no column of that name.
+    unlabelled = [{k: v for k, v in record.items() if k not in TARGETS} for record in records]
+    for candidates in (records, unlabelled):
+        collated = _collated(candidates, collate)
+        if collated is not None and _has_targets(collated[0]):
+            return *collated, True
+    singles = [{k: _trimmed(batch, k, i) for k in batch} for i in range(len(records))]
+    return send_to_device(batch, device), send_to_device(singles, device), False
+
+
+def _collated(
+    records: list[Any], collate: Callable[[list[Any]], Mapping[str, Any]]
+) -> tuple[Mapping[str, Any], list[Mapping[str, Any]]] | None:
+    """The batch and its single examples; None where the collator refuses or draws at random."""
     try:
         with torch.random.fork_rng(devices=[]):
             together, again = collate(records), collate(records)
             alone = [collate([record]) for record in records]
         is_deterministic = all(torch.equal(together[k], again[k]) for k in together)
     except Exception:  # the user's code: whatever it raises, it doesn't take probes
-        is_deterministic = False
-    if is_deterministic:
-        return together, alone, True
-    singles = [{k: _trimmed(batch, k, i) for k in batch} for i in range(len(records))]
-    return send_to_device(batch, device), send_to_device(singles, device), False
+        return None
+    return (together, alone) if is_deterministic else None
+
+
+def _has_targets(inputs: Mapping[str, Any]) -> bool:
+    return any(name in inputs for name in TARGETS)
 
 
 def _mixed_batch(probe: Probe) -> Batch:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from hf_dpkfc.errors import RecordError, UnsupportedTaskError
 
 IGNORED_LABEL = -100
+# Relative; far above bf16's rounding, far below what another shift of labels makes.
+LOSS_TOLERANCE = 0.02
 
 
 class Task(StrEnum):
@@ -179,19 +181,74 @@ def _explained(what: str, inputs: Mapping[str, Any]) -> Iterator[None]:
         ) from error
 
 
+def require_heads_own_loss(
+    model: nn.Module, loss: TaskLoss, singles: Sequence[Mapping[str, Any]]
+) -> None:
+    """Raise unless our loss of a single example is what its head computes itself.
+
+    For one example both are its own mean. Heads that shift their labels otherwise, weigh classes or
+    add terms of their own would train towards something else than their users evaluate.
+
+    Args:
+        model: In eval mode.
+        loss: Ours.
+        singles: Batches of one example, with targets.
+
+    Raises:
+        UnsupportedTaskError: If the two differ.
+    """
+    config = getattr(unwrapped(model), "config", None)
+    problem_type = getattr(config, "problem_type", None)
+    with torch.no_grad():
+        for inputs in singles:
+            theirs = _heads_own_loss(model, inputs)
+            if theirs is None:
+                return
+            ours = loss(model, inputs)[0]
+            if (ours - theirs).abs() > LOSS_TOLERANCE * theirs.abs().clamp(min=1.0):
+                raise UnsupportedTaskError(
+                    f"{type(unwrapped(model)).__name__} gives a probe the loss {theirs:.4g}, and "
+                    f"our loss for {loss.task} is {ours:.4g}.",
+                    why="the model would be trained towards something else than it is evaluated "
+                    "by.",
+                    way_out="pass per_example_loss=fn with fn(outputs, inputs) -> [batch].",
+                )
+    if config is not None and problem_type is None and hasattr(config, "problem_type"):
+        config.problem_type = None  # heads write down what they took the labels for
+
+
+def _heads_own_loss(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor | None:
+    """Of one example; None where the head computes none."""
+    accepted = inspect.signature(unwrapped(model).forward).parameters
+    if not all(name in accepted for name in TARGETS if name in inputs):
+        return None
+    found = getattr(model(**inputs), "loss", None)
+    return found if isinstance(found, Tensor) and found.dim() == 0 else None
+
+
 def _with_position_ids(model: nn.Module, features: dict[str, Any]) -> dict[str, Any]:
-    """Positions counted from the mask: left padding shifts them by the neighbours' lengths."""
+    """Positions counted from the mask: left padding shifts them by the neighbours' lengths.
+
+    Without left padding they are the model's own affair: RoBERTa's begin at padding_idx + 1.
+    """
     mask = features.get("attention_mask")
     accepted = inspect.signature(unwrapped(model).forward).parameters
     if mask is None or "position_ids" in features or "position_ids" not in accepted:
         return features
+    if mask[:, 0].all():
+        return features
     return {**features, "position_ids": (mask.long().cumsum(-1) - 1).clamp(min=0)}
+
+
+def _wide(logits: Tensor) -> Tensor:
+    """In float32 at least, as the targets are: bf16 would round a target of 1003 to 1004."""
+    return logits.float() if logits.dtype == torch.bfloat16 else logits
 
 
 def _flat_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """Mean over an example's own labelled positions, [batch]."""
     losses = F.cross_entropy(
-        logits.flatten(0, 1).float() if logits.dtype == torch.bfloat16 else logits.flatten(0, 1),
+        _wide(logits.flatten(0, 1)),
         labels.flatten(),
         reduction="none",
         ignore_index=IGNORED_LABEL,
@@ -200,18 +257,20 @@ def _flat_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _single_label(outputs: Any, targets: Mapping[str, Tensor]) -> Tensor:
+    labels = targets["labels"].view(-1)
     return F.cross_entropy(
-        outputs.logits, targets["labels"].view(-1), reduction="none", ignore_index=IGNORED_LABEL
+        _wide(outputs.logits), labels, reduction="none", ignore_index=IGNORED_LABEL
     )
 
 
 def _multi_label(outputs: Any, targets: Mapping[str, Tensor]) -> Tensor:
-    labels = targets["labels"].to(outputs.logits.dtype)
-    return F.binary_cross_entropy_with_logits(outputs.logits, labels, reduction="none").mean(-1)
+    logits = _wide(outputs.logits)
+    labels = targets["labels"].to(logits.dtype)
+    return F.binary_cross_entropy_with_logits(logits, labels, reduction="none").mean(-1)
 
 
 def _regression(outputs: Any, targets: Mapping[str, Tensor]) -> Tensor:
-    logits = outputs.logits
+    logits = _wide(outputs.logits)
     return (logits - targets["labels"].to(logits.dtype).view_as(logits)).square().mean(-1)
 
 
@@ -221,10 +280,11 @@ def _token_label(outputs: Any, targets: Mapping[str, Tensor]) -> Tensor:
 
 def _causal_lm(outputs: Any, targets: Mapping[str, Tensor]) -> Tensor:
     """Next-token loss; a token after left padding is nobody's next, however long the padding."""
-    labels = targets["labels"][:, 1:]
+    # The labels are moved, not the logits: those would be copied whole, vocabulary and all.
+    labels = F.pad(targets["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
     if "attention_mask" in targets:
-        labels = labels.masked_fill(targets["attention_mask"][:, :-1] == 0, IGNORED_LABEL)
-    return _flat_cross_entropy(outputs.logits[:, :-1], labels)
+        labels = labels.masked_fill(targets["attention_mask"] == 0, IGNORED_LABEL)
+    return _flat_cross_entropy(outputs.logits, labels)
 
 
 def _span(outputs: Any, targets: Mapping[str, Tensor]) -> Tensor:

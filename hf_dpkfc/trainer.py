@@ -8,6 +8,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -29,7 +30,7 @@ from hf_dpkfc.callbacks import (
     PublishingCallback,
 )
 from hf_dpkfc.config import DPKFCConfig
-from hf_dpkfc.curvature.catalogue import build_probe
+from hf_dpkfc.curvature.catalogue import ProbeOptions, build_probe
 from hf_dpkfc.curvature.fit import probing
 from hf_dpkfc.curvature.preconditioner import Preconditioner
 from hf_dpkfc.curvature.probes import Probe
@@ -44,7 +45,7 @@ from hf_dpkfc.errors import (
 from hf_dpkfc.layers.layout import accumulation_dtype
 from hf_dpkfc.layers.routes import inspect_model
 from hf_dpkfc.loading import Collate, lengths_of, logical_steps, neighbours, used_columns
-from hf_dpkfc.losses import CustomLoss, TaskLoss, task_of
+from hf_dpkfc.losses import CustomLoss, TaskLoss, require_heads_own_loss, task_of
 from hf_dpkfc.mechanism.independence import check_independence
 from hf_dpkfc.mechanism.randomness import SecretKey
 from hf_dpkfc.optimizers.adambc import DPAdamBC, noise_variance_of
@@ -111,6 +112,7 @@ class DPKFCTrainer(Trainer):
         self._trial_number: int | None = None
         self._spent = self._spent_earlier = TuningCost.nothing()
         self._has_evaluated_private = False
+        self._is_checked = False
         self._evaluations: dict[str, dict[str, float]] = {}
         super().__init__(model, self._own_copy(args), *trainer_positional, **trainer_arguments)
         self.args.gradient_accumulation_steps = self._accumulation
@@ -634,15 +636,8 @@ class DPKFCTrainer(Trainer):
 
     def _probe(self) -> Probe | None:
         """The probe; None where nothing is preconditioned and none can be had."""
-        is_oracle = self.args.probe == "oracle"
         try:
-            return build_probe(
-                self.args.probe_options(),
-                self.accelerator.unwrap_model(self.model),
-                self._processor,
-                records=self.train_dataset if is_oracle else self.public_dataset,
-                collate=self._collate(),
-            )
+            return self._build_probe(self.args.probe_options())
         except (ProbeError, ConfigurationError, UnsupportedTaskError) as error:
             if self.args.preconditioner == "none":
                 return None
@@ -650,12 +645,25 @@ class DPKFCTrainer(Trainer):
                 raise _no_labels(error) from error
             raise
 
+    def _build_probe(self, options: ProbeOptions) -> Probe:
+        is_oracle = options.name == "oracle"
+        return build_probe(
+            options,
+            self.accelerator.unwrap_model(self.model),
+            self._processor,
+            records=self.train_dataset if is_oracle else self.public_dataset,
+            collate=self._collate(),
+        )
+
     def _check_independence(self, query: Query, probe: Probe | None) -> None:
         """Once per launch, on probes: an example's loss and gradient are its own."""
-        if probe is None or self.args.probe == "oracle":
+        probe = self._checking_probe(probe)
+        self._is_checked = probe is not None
+        if probe is None:
             logger.warning(
-                "The neighbour check was skipped: no synthetic inputs can be made for this model. "
-                "Make sure that no example's loss depends on the others in its batch."
+                "The neighbour check was skipped, and the card will say so: no synthetic inputs "
+                "can be made for this model. Make sure that no example's loss depends on the "
+                "others in its batch, or pass public_dataset= to have it checked."
             )
             return
         together, alone, through_collator = neighbours(probe, query.collate, self.args.device)
@@ -664,8 +672,20 @@ class DPKFCTrainer(Trainer):
                 "The neighbour check ran without your data_collator, which doesn't take probes or "
                 "draws at random. Make sure that it treats each record on its own."
             )
+        loss = self._loss()
         with probing(query.model):
-            check_independence(query.model, query.table, self._loss(), together, alone)
+            check_independence(query.model, query.table, loss, together, alone)
+            if isinstance(loss, TaskLoss):
+                require_heads_own_loss(query.model, loss, alone)
+
+    def _checking_probe(self, probe: Probe | None) -> Probe | None:
+        """Inputs that hold no private record: the geometry's, synthetic ones, or public records."""
+        if probe is not None and self.args.probe != "oracle":
+            return probe
+        for name in ("auto", "public"):
+            with suppress(ProbeError, ConfigurationError, UnsupportedTaskError):
+                return self._build_probe(replace(self.args.probe_options(), name=name))
+        return None
 
     def _open_ledger(
         self, plan: PrivacyPlan, peers: Peers
@@ -790,6 +810,7 @@ class DPKFCTrainer(Trainer):
             versions={name: version(name) for name in ("hf-dpkfc", "torch", "opacus")},
             weights_sha256=self._weights_digest(),
             run_sha256=self._files.run_digest(),
+            checked_neighbours=self._is_checked,
         )
 
     def _weights_digest(self) -> str:

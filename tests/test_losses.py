@@ -9,10 +9,16 @@ from transformers import (
     BertForSequenceClassification,
     BertForTokenClassification,
     BertModel,
+    MBartConfig,
+    MBartForCausalLM,
+    RobertaConfig,
+    RobertaForCausalLM,
+    XLNetConfig,
+    XLNetLMHeadModel,
 )
 
 from hf_dpkfc.errors import UnsupportedTaskError
-from hf_dpkfc.losses import Task, TaskLoss, task_of
+from hf_dpkfc.losses import Task, TaskLoss, require_heads_own_loss, task_of
 
 SMALL = {
     "vocab_size": 60,
@@ -142,3 +148,55 @@ def test_float_labels_of_a_single_label_head_are_refused_with_the_way_out():
 def test_a_batch_without_targets_is_refused_by_their_name(task, missing):
     with pytest.raises(UnsupportedTaskError, match=missing):
         TaskLoss(task)(models.build("bert"), {"input_ids": torch.zeros(1, 2, dtype=torch.long)})
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_known_heads_agree_with_their_own_loss(case):
+    build, inputs = CASES[case]
+    inputs = {k: v[:, :6] if v.dim() == 2 and v.shape[1] == 9 else v for k, v in inputs.items()}
+    model = build()
+    before = model.config.problem_type
+    require_heads_own_loss(model, TaskLoss(task_of(model)), models.singles(inputs))
+    assert model.config.problem_type == before
+
+
+TINY = {"vocab_size": 60, "d_model": 16, "dropout": 0.0, "attention_dropout": 0.0}
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: XLNetLMHeadModel(XLNetConfig(**TINY, n_layer=1, n_head=2, d_inner=16)),
+        lambda: MBartForCausalLM(
+            MBartConfig(**TINY, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=16)
+        ),
+    ],
+    ids=["XLNetLMHeadModel", "MBartForCausalLM"],
+)
+def test_a_head_that_shifts_its_labels_otherwise_is_refused_by_name(build):
+    torch.manual_seed(0)
+    model = build().double().eval()
+    ids = torch.tensor([[7, 8, 9, 10, 11]])
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    with pytest.raises(UnsupportedTaskError, match=type(model).__name__):
+        require_heads_own_loss(model, TaskLoss(task_of(model)), [inputs])
+
+
+def test_robertas_positions_begin_where_it_says():
+    torch.manual_seed(0)
+    config = RobertaConfig(**SMALL, is_decoder=True, pad_token_id=1, max_position_embeddings=20)
+    model = RobertaForCausalLM(config).double().eval()
+    ids = torch.tensor([[7, 8, 9, 10]])
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    ours, theirs = TaskLoss(Task.CAUSAL_LM)(model, inputs)[0], model(**inputs).loss
+    torch.testing.assert_close(ours, theirs, check_dtype=False)
+
+
+def test_a_target_is_not_rounded_to_the_models_precision():
+    """In bf16, 1003 is 1004: its distance to a prediction of 1000 would be 16 instead of 9."""
+    model = bert(BertForSequenceClassification, num_labels=1).to(torch.bfloat16)
+    with torch.no_grad():
+        model.classifier.weight.zero_()
+        model.classifier.bias.fill_(1000.0)
+    inputs = text(torch.tensor([1003.0] * 4))
+    torch.testing.assert_close(TaskLoss(Task.REGRESSION)(model, inputs), torch.full((4,), 9.0))

@@ -18,6 +18,7 @@ from transformers import (
     BertForTokenClassification,
     DataCollatorForLanguageModeling,
     DataCollatorForTokenClassification,
+    DataCollatorWithPadding,
     DefaultDataCollator,
     Trainer,
     TrainerCallback,
@@ -760,3 +761,83 @@ def test_prompt_learning_is_refused_by_name(tmp_path):
     config = peft.PromptTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=2)
     with pytest.raises(ConfigurationError, match="prompt learning"):
         settings.trainer(tmp_path, peft.get_peft_model(settings.bert(), config))
+
+
+def in_batch_negatives(outputs, inputs):
+    scores = outputs @ outputs.mT
+    return torch.nn.functional.cross_entropy(
+        scores, torch.arange(len(scores)) % len(scores), reduction="none"
+    )
+
+
+def unknown_head(folder, loss, **options):
+    data = [{"x": torch.randn(6), "labels": i % 3} for i in range(40)]
+    return DPKFCTrainer(
+        model=NoLabels(),
+        args=settings.config(folder, preconditioner="none", max_steps=2),
+        train_dataset=data,
+        data_collator=DefaultDataCollator(),
+        per_example_loss=loss,
+        **options,
+    )
+
+
+def test_public_records_check_a_loss_for_which_there_are_no_probes(tmp_path):
+    public = [{"x": torch.randn(6), "labels": i % 3} for i in range(9)]
+    with pytest.raises(NeighbourError, match="among others"):
+        unknown_head(tmp_path, in_batch_negatives, public_dataset=public).train()
+
+
+def test_a_card_says_where_neighbours_could_not_be_checked(tmp_path):
+    trainer = unknown_head(
+        tmp_path,
+        lambda outputs, inputs: torch.nn.functional.cross_entropy(
+            outputs, inputs["labels"], reduction="none"
+        ),
+    )
+    trainer.train()
+    trainer.create_model_card()
+    assert "It wasn't checked" in (tmp_path / "README.md").read_text()
+
+
+class MixingCollator(DataCollatorWithPadding):
+    """Every row's first token is a neighbour's last."""
+
+    def __call__(self, features):
+        batch = super().__call__(features)
+        batch["input_ids"][:, 0] = batch["input_ids"][:, -1].roll(1)
+        return batch
+
+
+def test_an_oracle_without_preconditioner_is_checked_like_any_other(tmp_path):
+    trainer = settings.trainer(
+        tmp_path,
+        probe="oracle",
+        preconditioner="none",
+        data_collator=MixingCollator(tokenizers_zoo.build("bert")),
+    )
+    with pytest.raises(NeighbourError):
+        trainer.train()
+
+
+class LeakingLMCollator(DataCollatorForLanguageModeling):
+    def __call__(self, features, return_tensors=None):
+        batch = super().__call__(features, return_tensors)
+        batch["input_ids"][:, 0] = batch["input_ids"][:, -1].roll(1)
+        return batch
+
+
+def test_a_language_model_collator_is_part_of_the_check(tmp_path):
+    """It makes its labels itself, and can't pad those of a probe."""
+    tokenizer = tokenizers_zoo.build("gpt2")
+    tokenizer.pad_token = tokenizer.eos_token
+    data = [{"input_ids": [5, 6, 7, 8][: 2 + i % 3]} for i in range(40)]
+    trainer = DPKFCTrainer(
+        model=models.build("gpt2").float(),
+        args=settings.config(tmp_path, probe_max_length=16),
+        train_dataset=data,
+        processing_class=tokenizer,
+        data_collator=LeakingLMCollator(tokenizer, mlm=False),
+    )
+    with pytest.raises(NeighbourError):
+        trainer.train()

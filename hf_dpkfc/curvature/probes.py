@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hf_dpkfc.curvature.labels import LabelSpace
 from hf_dpkfc.curvature.vocabulary import ranked_payload_ids
 from hf_dpkfc.errors import ConfigurationError, ProbeError
-from hf_dpkfc.losses import unwrapped
+from hf_dpkfc.losses import Task, unwrapped
 
 Batch = dict[str, Tensor]
 # (sizes, generator) -> tokens for sequences of these sizes, special tokens not counted.
@@ -353,13 +353,8 @@ class WhiteNoiseProbe(PinkNoiseProbe):
 
 
 def _image_size(config: Any, image_processor: Any) -> tuple[int, int]:
-    size = getattr(config, "image_size", None)
-    if size is None and image_processor is not None:
-        given = getattr(image_processor, "crop_size", None) or image_processor.size
-        size = (
-            given.get("height") or given.get("shortest_edge"),
-            given.get("width") or given.get("shortest_edge"),
-        )
+    """The processor's, which is what the model will see; a model may take several sizes."""
+    size = _processed_size(image_processor) or getattr(config, "image_size", None)
     if size is None:
         raise ProbeError(
             f"{type(config).__name__} has no image_size and no image processor was given.",
@@ -368,6 +363,18 @@ def _image_size(config: Any, image_processor: Any) -> tuple[int, int]:
             "config.image_size.",
         )
     return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
+
+
+def _processed_size(image_processor: Any) -> tuple[int, int] | None:
+    """Height and width after cropping or resizing; None where the processor does neither."""
+    crops = getattr(image_processor, "do_center_crop", True)
+    crop = getattr(image_processor, "crop_size", None) if crops else None
+    given = crop or getattr(image_processor, "size", None)
+    if not given:
+        return None
+    edge = given.get("shortest_edge")
+    height, width = given.get("height") or edge, given.get("width") or edge
+    return (int(height), int(width)) if height and width else None
 
 
 @dataclass(frozen=True)
@@ -398,9 +405,15 @@ class PublicDataProbe:
         for _ in range(num_batches):
             at = torch.randint(len(self.dataset), (batch_size,), generator=generator)
             inputs = dict(self.collate([self.dataset[i] for i in at.tolist()]))
-            if self.labels is not None and inputs.get("labels", torch.empty(0)).dim() <= 2:
+            if self.labels is not None and not self._keeps_labels(inputs):
                 inputs |= self._relabelled(inputs, generator)
             yield inputs
+
+    def _keeps_labels(self, inputs: Mapping[str, Tensor]) -> bool:
+        """A language model's labels are the text itself, which the collator may have masked."""
+        assert self.labels is not None
+        is_language = self.labels.task in (Task.MASKED_LM, Task.CAUSAL_LM)
+        return "labels" in inputs and (is_language or inputs["labels"].dim() > 2)
 
     def _relabelled(self, inputs: Mapping[str, Tensor], generator: torch.Generator) -> Batch:
         assert self.labels is not None

@@ -249,13 +249,24 @@ class _Recorder:
         edges = [edge for *_, edge in self.seen]
         deltas = torch.autograd.grad(losses.sum(), edges, allow_unused=True)
         calls: dict[str, list[Call]] = defaultdict(list)
+        wide: dict[tuple[object, ...], Tensor] = {}
         for (key, a, version, _), delta in zip(self.seen, deltas, strict=True):
             if a._version != version:
                 raise _overwritten(key)
             if delta is not None:
-                calls[key].append(Call(a, delta))
+                calls[key].append(Call(_widened(a, wide), delta))
         self.seen.clear()
         return calls
+
+
+def _widened(a: Tensor, known: dict[tuple[object, ...], Tensor]) -> Tensor:
+    """An input in the precision of norms, once for all modules that read it."""
+    if not a.is_floating_point() or a.dtype == accumulation_dtype(a.dtype):
+        return a
+    place = (a.data_ptr(), a.shape, a.stride())
+    if place not in known:
+        known[place] = a.to(accumulation_dtype(a.dtype))
+    return known[place]
 
 
 def _several_arguments(key: str, module: nn.Module) -> UnsupportedLayerError:

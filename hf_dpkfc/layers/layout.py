@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -10,6 +14,36 @@ from torch import Tensor, nn
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Norms and sums are taken in float32 at least: bf16 norms come out up to 0.5 % short."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """Matrix products in their operands' own precision, whatever is allowed elsewhere.
+
+    TF32 and autocast are fine for a model's forward and backward pass. In norms and sums, their ten
+    or seven bits would carry an example over its clip norm.
+    """
+    with torch.autocast(device.type, enabled=False):
+        if not hasattr(torch.backends, "fp32_precision"):  # before torch 2.9
+            allowed = torch.get_float32_matmul_precision()
+            torch.set_float32_matmul_precision("highest")
+            try:
+                yield
+            finally:
+                torch.set_float32_matmul_precision(allowed)
+            return
+        backends: tuple[Any, ...] = (
+            torch.backends.cuda.matmul,
+            torch.backends.mkldnn.matmul,  # type: ignore[attr-defined]
+        )
+        before = [backend.fp32_precision for backend in backends]
+        try:
+            for backend in backends:
+                backend.fp32_precision = "ieee"
+            yield
+        finally:
+            for backend, precision in zip(backends, before, strict=True):
+                backend.fp32_precision = precision
 
 
 def to_positions(x: Tensor, batch_size: int) -> Tensor:

@@ -226,6 +226,8 @@ class _TableBuilder:
             self.done.add(key)  # refused already, with its module
         elif not real:
             self._refuse(key, name)
+        elif (other := self._layer_without_rule(key)) is not None:
+            self._refuse(key, name, f"{other} computes something of its own with it")
         elif kinds <= OUTER_KINDS:
             self._route_outer(key, name, real)
         elif kinds == {Kind.EMBEDDING}:
@@ -237,6 +239,18 @@ class _TableBuilder:
         else:
             self._refuse(key, name, "it is shared between modules of different kinds")
 
+    def _layer_without_rule(self, key: int) -> str | None:
+        """A layer that uses the parameter otherwise than its base class does (Gemma's embedding).
+
+        Other owners without a rule only hold a name for it.
+        """
+        for module_name, parameter_name in self.owners[key]:
+            module = self.modules[module_name]
+            is_layer = isinstance(module, tuple(_KNOWN))
+            if is_layer and self._kind(module_name, parameter_name) is None:
+                return f"{module_name} ({type(module).__name__})"
+        return None
+
     def _kind(self, module_name: str, parameter_name: str) -> Kind | None:
         """The rule for one module's direct use of a parameter, None if there is none."""
         module = self.modules[module_name]
@@ -245,7 +259,9 @@ class _TableBuilder:
             is_plain = isinstance(module, base) and type(module).forward is base.forward
             if is_plain and parameter_name in ("weight", "bias"):
                 return kind if _has_plain_gradient(module) else None
-        if type(module) in GradSampleModule.GRAD_SAMPLERS:
+        # Opacus' samplers read all parameters of their layer, also one that was left out.
+        is_whole = all(parameter is not None for parameter in module._parameters.values())
+        if is_whole and type(module) in GradSampleModule.GRAD_SAMPLERS:
             return Kind.SAMPLER
         if _is_small_leaf(module):
             return Kind.VJP

@@ -5,7 +5,7 @@ Guarantees, each with a test of the same name:
 - a non-finite example contributes exactly zero and leaves the others unchanged;
 - an empty batch gives zeros;
 - micro-batches add up to the same sum as one batch;
-- norms and sums are float32 at least, whatever the model's dtype.
+- norms and sums are float32 at least, whatever the model's dtype, TF32 or autocast say.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hf_dpkfc.curvature.preconditioner import GramCache, Preconditioner
 from hf_dpkfc.errors import ConfigurationError
 from hf_dpkfc.layers.capture import Captured, PerExampleLoss, capture
 from hf_dpkfc.layers.gradients import PerSampleGradient, compacted
-from hf_dpkfc.layers.layout import accumulation_dtype
+from hf_dpkfc.layers.layout import accumulation_dtype, full_precision
 from hf_dpkfc.layers.routes import Block, RouteTable
 from hf_dpkfc.mechanism.lookahead import Lookahead
 
@@ -108,6 +108,10 @@ class Clipper:
         return (2.0**10 + 16 * self.preconditioner.condition()) * eps
 
     @property
+    def _device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
     def _dtype(self) -> torch.dtype:
         return accumulation_dtype(next(self.model.parameters()).dtype)
 
@@ -145,18 +149,20 @@ class Clipper:
                     evaluate(self.model, self.table, self.per_example_loss, inputs, size),
                     bound,
                 )
-        return ClippedSum(self._preconditioned(totals), self.clip_norm, unsafe)
+        with full_precision(self._device):
+            return ClippedSum(self._preconditioned(totals), self.clip_norm, unsafe)
 
     def _accumulate(
         self, totals: dict[str, Tensor], captured: Captured, bound: float
     ) -> UnsafeStatistics:
         """Add one micro-batch's weighted gradients, not yet preconditioned, by block name."""
-        gradients = self._gradients(captured)
-        weights, broken = self._clip_weights(captured, gradients, bound)
-        for block, gradient in gradients:
-            clean = gradient.without(broken) if broken.any() else gradient
-            part = clean.weighted_sum(weights)
-            totals[block.name] = totals[block.name].add_(part) if block.name in totals else part
+        with full_precision(self._device):
+            gradients = self._gradients(captured)
+            weights, broken = self._clip_weights(captured, gradients, bound)
+            for block, gradient in gradients:
+                clean = gradient.without(broken) if broken.any() else gradient
+                part = clean.weighted_sum(weights)
+                totals[block.name] = totals[block.name].add_(part) if block.name in totals else part
         size = captured.batch_size
         return UnsafeStatistics(size, int((weights < 1).sum()), float(captured.losses.sum()))
 
@@ -181,7 +187,6 @@ class Clipper:
 
     def _preconditioned(self, totals: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """U applied once, to the sum: Σ c_i U g_i = U Σ c_i g_i."""
-        device = next(self.model.parameters()).device
         values: dict[str, Tensor] = {}
         for block in self.table:
             if block.name in totals:
@@ -189,7 +194,7 @@ class Clipper:
                 values |= block.split(moved)
             else:
                 values |= {
-                    name: torch.zeros(shape, dtype=self._dtype, device=device)
+                    name: torch.zeros(shape, dtype=self._dtype, device=self._device)
                     for name, shape in block.parameters.items()
                 }
         return values

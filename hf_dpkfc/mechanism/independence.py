@@ -9,16 +9,21 @@ buffers must stay, or statistics of private records would be kept.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from hf_dpkfc.errors import NeighbourError, UnsupportedLayerError
 from hf_dpkfc.layers.capture import Captured, PerExampleLoss, capture
 from hf_dpkfc.layers.layout import accumulation_dtype
 from hf_dpkfc.layers.routes import RouteTable
+
+logger = logging.getLogger(__name__)
 
 
 def check_independence(
@@ -92,18 +97,42 @@ def _check(
         only_i[i] = 1
         _require_own_loss(i, captured.losses[i], losses.detach()[0], loss_tolerance)
         _require_own_gradient(i, _captured_sum(captured, table, only_i), own, gradient_tolerance)
-    _run_in_train_mode(model, per_example_loss, together)
+    with _training_without_dropout(model), torch.no_grad():
+        _check_losses(model, per_example_loss, together, alone, loss_tolerance)
     _require_same_buffers(model, buffers)
 
 
-def _run_in_train_mode(
-    model: nn.Module, per_example_loss: PerExampleLoss, inputs: Mapping[str, Any]
+def _check_losses(
+    model: nn.Module,
+    per_example_loss: PerExampleLoss,
+    together: Mapping[str, Any],
+    alone: Sequence[Mapping[str, Any]],
+    tolerance: float,
 ) -> None:
-    """Running statistics may be kept only while training."""
-    with torch.random.fork_rng(), torch.no_grad():
+    """A model may mix examples, or keep statistics of them, only while it trains."""
+    losses = per_example_loss(model, together)
+    if not torch.equal(losses, per_example_loss(model, together)):
+        logger.warning(
+            "The model draws at random while it trains, other than by dropout modules, so the "
+            "neighbour check saw it in eval mode only."
+        )
+        return
+    for i, inputs in enumerate(alone):
+        _require_own_loss(i, losses[i], per_example_loss(model, inputs)[0], tolerance)
+
+
+@contextmanager
+def _training_without_dropout(model: nn.Module) -> Iterator[None]:
+    """Train mode, but for what draws at random; eval mode afterwards."""
+    with torch.random.fork_rng():
         model.train()
-        per_example_loss(model, inputs)
-        model.eval()
+        for module in model.modules():
+            if isinstance(module, _DropoutNd):
+                module.eval()
+        try:
+            yield
+        finally:
+            model.eval()
 
 
 def _tolerances(dtype: torch.dtype) -> tuple[float, float]:

@@ -324,7 +324,14 @@ def _statements(statement: PrivacyStatement) -> list[str]:
         f"**Audit.** {_audit(statement.audit)}",
         f"**Evidence.** Ledger SHA-256 `{statement.ledger_sha256}`; {versions}.",
         "**Caveats.** The guarantee is about the algorithm; it rests on this implementation and on "
-        "floating-point noise being close to Gaussian.",
+        "floating-point noise being close to Gaussian."
+        + (
+            ""
+            if statement.checked_neighbours
+            else " **It wasn't checked that an example's loss doesn't depend on the others in its "
+            "batch**, which the guarantee presumes: no synthetic inputs could be made for this "
+            "model."
+        ),
     ]
 
 

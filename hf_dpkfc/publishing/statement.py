@@ -50,6 +50,7 @@ class PrivacyStatement:
         dp_optimizer: Name and options of what came between noise and weights; None for plain torch.
         audit: Result of an audit, if one was made.
         weights_sha256: Digest of the weights that the releases led to.
+        checked_neighbours: Whether examples were seen, on probes, not to depend on each other.
         run_sha256: Digest of the ledger's first line, which tells this training from any other.
         format: Of this file.
     """
@@ -67,6 +68,7 @@ class PrivacyStatement:
     audit: dict[str, Any] | None = None
     weights_sha256: str | None = None
     run_sha256: str | None = None
+    checked_neighbours: bool = True
     format: int = field(default=FORMAT)
 
     def require_publishable(self) -> PrivacyStatement:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import models
 import pytest
@@ -261,3 +262,28 @@ def test_zipf_mass_of_the_commonest_token():
     # Six standard deviations: false-alarm probability 2e-9.
     p = 1 / harmonic
     assert abs(share - p) < 6 * math.sqrt(p * (1 - p) / 20000)
+
+
+@pytest.mark.parametrize("task", [Task.MASKED_LM, Task.CAUSAL_LM])
+def test_public_text_of_a_language_model_keeps_the_labels_that_its_collator_made(task):
+    """The text is the label; masked positions would otherwise be asked for the mask itself."""
+    ids, labels = torch.full((32, 4), 3), torch.tensor([[-100, 7, -100, -100]]).expand(32, 4)
+    probe = PublicDataProbe(
+        [{}], lambda rows: {"input_ids": ids, "labels": labels}, LabelSpace(task, 9)
+    )
+    assert torch.equal(first_batch(probe)["labels"], labels)
+    assert torch.equal(first_batch(probe)["input_ids"], ids)
+
+
+@pytest.mark.parametrize(("crops", "size"), [(True, (6, 4)), (False, (9, 9))])
+def test_images_have_the_size_that_the_processor_gives_the_model(crops, size):
+    processor = SimpleNamespace(
+        do_center_crop=crops,
+        crop_size={"height": 6, "width": 4},
+        size={"shortest_edge": 9},
+        image_mean=None,
+        image_std=None,
+        do_normalize=True,
+    )
+    probe = PinkNoiseProbe.for_model(models.build("vit"), processor)
+    assert (probe.height, probe.width) == size

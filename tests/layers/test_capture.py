@@ -212,3 +212,27 @@ def test_positions_without_a_batch_dimension_are_refused():
     model, x = FlatPositions(), torch.randn(4, 8, 4)
     with pytest.raises(UnsupportedLayerError, match="positions"):
         capture(model, inspect_model(model), lambda m, i: m(i["x"]).sum((1, 2)), {"x": x}, 4)
+
+
+def test_a_layer_norm_without_bias_has_exact_gradients():
+    """ModernBERT's; Opacus' own rule reads the bias that isn't there."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4, bias=False)).double()
+    inputs = {"x": torch.randn(3, 5, 4).double()}
+
+    def loss(m, i):
+        return m(i["x"]).square().sum((1, 2))
+
+    table, captured = captured_of(model, inputs, loss)
+    for block in table:
+        expected = explicit_sq_norms(model, block, loss, inputs)
+        torch.testing.assert_close(captured.gradient(block).sq_norms(), expected)
+
+
+def test_layers_that_read_one_tensor_share_it_also_in_bfloat16():
+    """Query, key and value: one Gram matrix and one root serve all three."""
+    model = models.build("bert").to(torch.bfloat16)
+    _, captured = captured_of(model, models.inputs_for("bert"))
+    attention = "bert.encoder.layer.0.attention.self"
+    inputs = {captured.calls[f"{attention}.{n}"][0].a.data_ptr() for n in ("query", "key", "value")}
+    assert len(inputs) == 1

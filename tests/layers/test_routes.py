@@ -77,6 +77,14 @@ def test_a_subclass_that_computes_something_else_is_not_that_layer():
     assert set(table.blocks[0].parameters) == {"0.weight", "0.bias", "0.gate"}
 
 
+def test_a_matrix_tied_to_a_layer_without_a_rule_is_refused_by_name():
+    """Gemma's embedding scales its rows: the output projection alone would be half a gradient."""
+    embedding, head = ScaledEmbedding(40, 30), nn.Linear(30, 40, bias=False)
+    head.weight = embedding.weight
+    refusals = inspect_model(nn.ModuleDict({"embed": embedding, "head": head})).refusals
+    assert "embed (ScaledEmbedding)" in str(refusals[0])
+
+
 def test_a_tied_matrix_is_one_block_of_both_uses():
     table = inspect_model(models.build("gpt2"))
     tied = [block for block in table if block.form is Form.TIED]

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from hf_dpkfc.curvature import fit
 from hf_dpkfc.curvature.fit import CurvatureOptions, fit_preconditioner
@@ -321,6 +322,54 @@ def test_a_gradient_where_both_roots_are_smallest_stays_below_c(damping):
     for _ in range(20):
         x, v = (direction * torch.randn(1, 4, 1, generator=generator) for _ in range(2))
         assert norm(clipper.sum_of([({"x": x, "v": 1e6 * v}, 1)]).values) <= 1.0
+
+
+class _TensorFloat32(TorchFunctionMode):
+    """Products as a GPU makes them where TF32 is allowed: operands keep ten bits."""
+
+    PRODUCTS = ("matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm", "addmm_")
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        allowed = torch.backends.cuda.matmul.fp32_precision == "tf32"
+        if allowed and func.__name__ in self.PRODUCTS:
+            args = [
+                self._rounded(a) if torch.is_tensor(a) and a.dtype.itemsize == 4 else a
+                for a in args
+            ]
+        return func(*args, **(kwargs or {}))
+
+    def _rounded(self, x):
+        bits = x.contiguous().view(torch.int32)
+        return ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+@pytest.fixture
+def _tf32_allowed():
+    before = torch.backends.fp32_precision
+    torch.backends.fp32_precision = "tf32"
+    yield
+    torch.backends.fp32_precision = before
+
+
+@pytest.mark.usefixtures("_tf32_allowed")
+@pytest.mark.parametrize("damping", [1.0, 0.1, 0.01])
+def test_tf32_does_not_carry_an_example_over_c(damping):
+    """Ten bits would, at each of these dampings."""
+    with _TensorFloat32():
+        test_a_gradient_where_both_roots_are_smallest_stays_below_c(damping)
+    assert torch.backends.cuda.matmul.fp32_precision == "tf32"  # elsewhere it is the user's
+
+
+def test_autocast_around_a_step_does_not_reach_norms_and_sums():
+    clipper, _ = aligned_clipper(1.0)
+    x, v = torch.randn(2, 6, 4, 256, generator=torch.Generator().manual_seed(0))
+    plain = clipper.sum_of([({"x": x, "v": v}, 6)])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = clipper.sum_of([({"x": x, "v": v}, 6)])
+    # The output gradient v is bf16's: nothing else may be.
+    rounded = clipper.sum_of([({"x": x, "v": v.bfloat16().float()}, 6)])
+    assert norm(difference(rounded, inside)) == 0
+    assert norm(difference(plain, inside)) > 0
 
 
 def test_a_condition_beyond_the_precision_is_refused():

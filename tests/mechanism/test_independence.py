@@ -179,3 +179,31 @@ def test_bf16_does_not_hide_a_small_dependence():
 
     with pytest.raises(NeighbourError, match="among others"):
         check(model, models.inputs_for("bert"), mixed)
+
+
+class MixesWhileTraining(nn.Module):
+    """Half of each example's logits are a neighbour's, in train mode only."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 2).double()
+
+    def forward(self, x):
+        logits = self.linear(x)
+        return (logits + logits.roll(1, 0)) / 2 if self.training else logits
+
+
+def test_a_dependence_in_train_mode_only_is_caught():
+    model = MixesWhileTraining().eval()
+    inputs = {"x": torch.randn(3, 3, dtype=torch.float64), "labels": torch.tensor([0, 1, 1])}
+    loss = lambda m, i: F.cross_entropy(m(i["x"]), i["labels"], reduction="none")  # noqa: E731
+    with pytest.raises(NeighbourError, match="among others"):
+        check(model, inputs, loss)
+
+
+def test_a_model_that_draws_while_training_is_said_to_be_unchecked_there(caplog):
+    model = nn.Sequential(nn.Linear(3, 8), nn.ReLU()).double().eval()
+    inputs = {"x": torch.randn(3, 3, dtype=torch.float64)}
+    loss = lambda m, i: F.dropout(m(i["x"]), 0.5, m.training).sum(1)  # noqa: E731
+    check(model, inputs, loss)
+    assert "in eval mode only" in caplog.text
