@@ -42,7 +42,7 @@ from transformers import AutoTokenizer
 # By mode: epochs, and what the learning rates of the grid are multiplied with.
 EPOCHS = {"head": 20, "lora": 3, "full": 3}
 RATE_SCALE = {"head": 100.0, "lora": 1.0, "full": 0.1}
-TRIALS = {"head": Trials(10_000, 200), "lora": Trials(10_000, 12), "full": Trials(10_000, 12)}
+TRIALS = {"head": Trials(10_000, 200), "lora": Trials(10_000, 24), "full": Trials(10_000, 24)}
 
 _EPOCHS_HELP = "default: 5 for stackoverflow, else by mode: " + ", ".join(
     f"{epochs} {mode}" for mode, epochs in EPOCHS.items()
