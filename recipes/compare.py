@@ -35,6 +35,7 @@ from methods import METHODS, Setting
 from task import (
     CARDS,
     RESULTS,
+    TRIAL_SCHEDULE,
     TRIAL_SEED,
     Task,
     best_of,
@@ -182,12 +183,13 @@ class Comparison:
     def _command(self, arm: Arm) -> str:
         return f"{self.recipe.command} --methods {arm.method} --epsilons {arm.epsilon:g}"
 
-    def _trial_settings(self) -> dict[str, int]:
+    def _trial_settings(self) -> dict[str, Any]:
         trials = self.task.trials
         return {
             "records": trials.num_records,
             "steps": trials.num_steps,
             "seed": TRIAL_SEED,
+            "schedule": TRIAL_SCHEDULE,
         }
 
 

@@ -2,8 +2,10 @@
 
 Conventions, the same in every recipe:
 - A validation split is held out of training. Rates and clip norms are chosen on it, by short trials
-  whose every step is a step of the full run: same σ, C and batch, on fewer records and with fewer
-  steps. A trial's own ε is of no use to anybody and isn't stated.
+  that are like the beginning of the full run: same σ, C, batch and rate, on fewer records and with
+  fewer steps. The rate stays where it is: a trial that took it down to zero would favour rates that
+  are too high for a run several times as long. A trial's own ε is of no use to anybody and isn't
+  stated.
 - The full run trains on the remaining N records with true Poisson sampling and δ = 1/N. Test
   records are touched once, after it.
 - ε doesn't cover the choice of rates: all arms are tuned with the same effort, on the same records.
@@ -38,6 +40,7 @@ from hf_dpkfc import DPKFCConfig, DPKFCTrainer, PrivacyPlan
 RESULTS = Path(__file__).parent / "results"
 CARDS = Path(__file__).parents[1] / "model_cards"
 TRIAL_SEED = 1000  # initial weights of the trials; no final run has them
+TRIAL_SCHEDULE = "constant"
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,7 @@ def run_trial(
     trainer_options = {
         "noise_multiplier": plan.noise_multiplier,
         "max_steps": task.trials.num_steps,
+        "lr_scheduler_type": TRIAL_SCHEDULE,
     }
     with tempfile.TemporaryDirectory() as scratch:
         subset = Subset(task.train, range(size))
