@@ -17,6 +17,7 @@ import compare
 import images
 import pytest
 import tables
+import task
 import torch
 from methods import GRIDS, METHODS, Setting
 from task import Task, Trials, final_path, options_of, tuning_path
@@ -131,6 +132,25 @@ def test_the_public_proxy_holds_no_private_image(data, monkeypatch):
     proxy = recipe._proxy(options_of(recipe).parse_args(["--data", data]))
     assert data not in loaded
     assert int(proxy.labels.max()) < recipe.NUM_LABELS[data]
+
+
+class _Asked(Exception):
+    """Instead of training: what was asked for."""
+
+
+def test_a_trial_is_like_the_beginning_of_the_full_run(monkeypatch):
+    """Its σ and its rate are the full run's; annealed in a trial, rates come out too high."""
+
+    def trainer(task, method, setting, seed, train, trainer_options, scratch):
+        raise _Asked(trainer_options)
+
+    monkeypatch.setattr(task, "_trainer", trainer)
+    counted, setting = CountedRecipe().task(), Setting(0.1, 1.0)
+    with pytest.raises(_Asked) as asked:
+        task.run_trial(counted, "none", 1.0, setting)
+    sigma = counted.plan(1.0, setting).noise_multiplier
+    expected = {"noise_multiplier": sigma, "max_steps": 1, "lr_scheduler_type": "constant"}
+    assert asked.value.args[0] == expected
 
 
 def test_trials_of_another_length_are_not_mixed_in(tmp_path):
