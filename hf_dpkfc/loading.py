@@ -160,7 +160,7 @@ def _mixed_batch(probe: Probe) -> Batch:
 def _real(batch: Batch, i: int, value: Tensor) -> Tensor:
     """A token-level row without its padding; other rows as they are."""
     mask = batch.get("attention_mask")
-    if mask is None or value.shape != mask.shape:
+    if mask is None or mask.dim() != 2 or value.shape != mask.shape:
         return value[i]
     return value[i][mask[i].bool()]
 

@@ -136,6 +136,7 @@ class FactorPair:
 def position_weights(gradient: OuterGradient, mask: Tensor | None) -> Tensor:
     """[batch·groups, position, 1]: the attention mask where positions are tokens, else ones."""
     rows, positions = gradient.delta.shape[:2]
+    mask = None if mask is None else mask.flatten(1)  # several choices are one example's positions
     if mask is None or positions % mask.shape[1]:
         return gradient.delta.new_ones(rows, positions, 1)
     # A layer that is called several times has its calls' positions one after the other.

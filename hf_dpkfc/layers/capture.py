@@ -207,9 +207,14 @@ class _Recorder:
         self.swapped = kept
 
     def _expand_ids(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Position ids often come as [1, T] and are broadcast; per example they must be [B, T]."""
-        if args and args[0].dim() > 1 and len(args[0]) == 1 and self.batch_size > 1:
-            return (args[0].expand(self.batch_size, *args[0].shape[1:]), *args[1:])
+        """Position ids often come as [1, T] and are broadcast; per example they must be [B, T].
+
+        Where an example has several sequences (multiple choice), as many as the other ids.
+        """
+        others = [len(a) for _, a, *_ in self.seen if not a.is_floating_point()]
+        rows = max([self.batch_size, *others])
+        if args and args[0].dim() > 1 and len(args[0]) == 1 < rows:
+            return (args[0].expand(rows, *args[0].shape[1:]), *args[1:])
         return None
 
     def _record(

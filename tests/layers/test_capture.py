@@ -5,7 +5,10 @@ import pytest
 import reference
 import torch
 from torch import nn
+from transformers import BertConfig, BertForMultipleChoice
 
+from hf_dpkfc.curvature.fit import CurvatureOptions, fit_preconditioner
+from hf_dpkfc.curvature.probes import PublicDataProbe
 from hf_dpkfc.errors import UnsupportedLayerError
 from hf_dpkfc.layers.capture import capture
 from hf_dpkfc.layers.gradients import OuterGradient, RowGradient
@@ -236,3 +239,34 @@ def test_layers_that_read_one_tensor_share_it_also_in_bfloat16():
     attention = "bert.encoder.layer.0.attention.self"
     inputs = {captured.calls[f"{attention}.{n}"][0].a.data_ptr() for n in ("query", "key", "value")}
     assert len(inputs) == 1
+
+
+def choices_loss(model, inputs):
+    outputs = model(**{k: v for k, v in inputs.items() if k != "labels"})
+    return nn.functional.cross_entropy(outputs.logits, inputs["labels"], reduction="none")
+
+
+def test_several_sequences_of_one_example_have_exact_gradients_and_factors():
+    """Multiple choice: [batch, choice, token]."""
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=20,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=8,
+        max_position_embeddings=8,
+    )
+    model = BertForMultipleChoice(config).double().eval()
+    ids = torch.randint(5, 20, (3, 4, 6))
+    mask = (torch.arange(6) < torch.tensor([6, 4, 5])[:, None, None]).long().repeat(1, 4, 1)
+    inputs = {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor([0, 3, 1])}
+    table, captured = captured_of(model, inputs, choices_loss)
+    for block in table:
+        expected = explicit_sq_norms(model, block, choices_loss, inputs)
+        torch.testing.assert_close(captured.gradient(block).sq_norms(), expected)
+    probe = PublicDataProbe([0], lambda _: inputs)
+    preconditioner = fit_preconditioner(
+        model, probe, CurvatureOptions(num_batches=1, rank=None), per_example_loss=choices_loss
+    )
+    assert preconditioner.kind == "kfac"
