@@ -197,8 +197,6 @@ def require_heads_own_loss(
     Raises:
         UnsupportedTaskError: If the two differ.
     """
-    config = getattr(unwrapped(model), "config", None)
-    problem_type = getattr(config, "problem_type", None)
     with torch.no_grad():
         for inputs in singles:
             theirs = _heads_own_loss(model, inputs)
@@ -213,16 +211,18 @@ def require_heads_own_loss(
                     "by.",
                     way_out="pass per_example_loss=fn with fn(outputs, inputs) -> [batch].",
                 )
-    if config is not None and problem_type is None and hasattr(config, "problem_type"):
-        config.problem_type = None  # heads write down what they took the labels for
 
 
 def _heads_own_loss(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor | None:
     """Of one example; None where the head computes none."""
+    config: Any = getattr(unwrapped(model), "config", None)
+    before = getattr(config, "problem_type", None)
     accepted = inspect.signature(unwrapped(model).forward).parameters
     if not all(name in accepted for name in TARGETS if name in inputs):
         return None
     found = getattr(model(**inputs), "loss", None)
+    if getattr(config, "problem_type", None) != before:
+        config.problem_type = before  # heads write down what they took the labels for
     return found if isinstance(found, Tensor) and found.dim() == 0 else None
 
 
