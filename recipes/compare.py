@@ -3,7 +3,7 @@
     python recipes/compare.py mnist_cnn --data-dir DIR --epsilons 1 3 8 --seeds 0 1 2 --jobs 2
     python recipes/compare.py mnist_cnn --methods none synthetic --epsilons 1
 
-Every arm gets one short trial for each point of its grid (methods.py) at every ε, then one full run
+Every arm gets one trial for each point of its grid (methods.py) at every ε, then one full run
 for each seed with the point that was best on validation. Each result is one JSON file
 under recipes/results/TASK, written when it is there and never again: what exists is skipped, so an
 interrupted comparison goes on where it stopped. The first Synthetic DP-KFC run at each ε leaves its
@@ -35,7 +35,6 @@ from methods import METHODS, Setting
 from task import (
     CARDS,
     RESULTS,
-    TRIAL_SCHEDULE,
     TRIAL_SEED,
     Task,
     best_of,
@@ -189,7 +188,7 @@ class Comparison:
             "records": trials.num_records,
             "steps": trials.num_steps,
             "seed": TRIAL_SEED,
-            "schedule": TRIAL_SCHEDULE,
+            "schedule": trials.schedule,
         }
 
 

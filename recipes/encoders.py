@@ -1,16 +1,17 @@
 """Text encoders in three modes: a head on a frozen backbone, LoRA, and full fine-tuning.
 
-With a frozen backbone, every record's features are computed once by the public checkpoint: a fixed
-transformation of each record by itself, which costs no privacy and saves an epoch's forward passes.
+What lies below the first trained layer runs once per record: a fixed transformation by the public
+checkpoint, of each record by itself, which costs no privacy and saves every epoch's forward passes.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import string
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ import texts
 import torch
 import torch.nn.functional as F
 from offline import CACHE
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, inject_adapter_in_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 from transformers import (
+    AutoConfig,
     AutoModel,
     AutoModelForSequenceClassification,
     BertConfig,
@@ -31,36 +34,41 @@ from transformers import (
 )
 from transformers.modeling_outputs import SequenceClassifierOutput
 
+ADAPTED = 1 / 3  # share of the layers that have adapters in LoRA, counted from the top
+
 
 class Rows(Dataset[dict[str, Any]]):
-    """Records as dictionaries: token ids or features, and labels."""
+    """Records as dictionaries, kept by column: labels, token ids, features."""
 
-    def __init__(self, inputs: Sequence[Any], name: str, labels: Sequence[int]) -> None:
-        self.inputs, self.name, self.labels = inputs, name, labels
+    def __init__(self, columns: Mapping[str, Sequence[Any]]) -> None:
+        self.columns = columns
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self.columns["labels"])
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return {self.name: self.inputs[index], "labels": self.labels[index]}
+        return {name: column[index] for name, column in self.columns.items()}
 
 
 class FrozenForSequenceClassification(PreTrainedModel):
-    """HF's standard head (a linear layer on the pooled CLS token) on a frozen encoder.
+    """A trained part on a frozen encoder.
 
     Takes tokens, as probes are, or the features that the same encoder made of a record.
+
+    Args:
+        encoder: Frozen.
+        trained: (features, attention_mask) -> logits.
+        num_labels: Classes.
     """
 
     main_input_name = "input_ids"
 
-    def __init__(self, encoder: PreTrainedModel, num_labels: int) -> None:
+    def __init__(self, encoder: PreTrainedModel, trained: nn.Module, num_labels: int) -> None:
         config = type(encoder.config).from_dict({**encoder.config.to_dict()})
         config.num_labels = num_labels
         super().__init__(config)
         self.encoder = encoder.requires_grad_(False)
-        self.classifier = nn.Linear(config.hidden_size, num_labels)
-        nn.init.normal_(self.classifier.weight, std=config.initializer_range)
-        nn.init.zeros_(self.classifier.bias)
+        self.trained = trained
 
     def train(self, mode: bool = True) -> FrozenForSequenceClassification:
         """The frozen part stays in eval mode: it has no dropout to regularise with."""
@@ -78,45 +86,99 @@ class FrozenForSequenceClassification(PreTrainedModel):
     ) -> SequenceClassifierOutput:
         """Logits, from features where they are given; the mean loss is for HF's evaluation."""
         if features is None:
-            features = self.pooled(input_ids, attention_mask, token_type_ids)
-        logits = self.classifier(features)
+            features = self.features_of(input_ids, attention_mask, token_type_ids)
+        logits = self.trained(features, attention_mask)
         loss = None if labels is None else F.cross_entropy(logits, labels)
         return SequenceClassifierOutput(loss=loss, logits=logits)
 
     @torch.no_grad()
-    def pooled(self, input_ids: Any, attention_mask: Any, token_type_ids: Any = None) -> Tensor:
-        """The pooled CLS token of each text, [batch, hidden]."""
+    def features_of(
+        self, input_ids: Any, attention_mask: Any, token_type_ids: Any = None
+    ) -> Tensor:
+        """What the trained part reads, [batch, hidden] or [batch, position, hidden]."""
         tokens = {"input_ids": input_ids, "attention_mask": attention_mask}
         if token_type_ids is not None:
             tokens["token_type_ids"] = token_type_ids
-        return self.encoder(**tokens).pooler_output
+        return self.encoder(**tokens)[self.trained.reads]
+
+
+class Head(nn.Module):
+    """HF's standard head: a linear layer on the pooled CLS token."""
+
+    reads = "pooler_output"
+
+    def __init__(self, config: Any, num_labels: int) -> None:
+        super().__init__()
+        self.classifier = nn.Linear(config.hidden_size, num_labels)
+        nn.init.normal_(self.classifier.weight, std=config.initializer_range)
+        nn.init.zeros_(self.classifier.bias)
+
+    def forward(self, features: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """Logits of a pooled token."""
+        return self.classifier(features)
+
+
+class UpperLayers(nn.Module):
+    """The upper layers of an encoder with rank-8 adapters on query and value, and HF's head.
+
+    Args:
+        model: A classifier whose layers are ``base_model.encoder.layer`` (BERT, RoBERTa, …).
+        num_layers: How many of them to keep, counted from the top.
+    """
+
+    reads = "last_hidden_state"
+
+    def __init__(self, model: PreTrainedModel, num_layers: int) -> None:
+        super().__init__()
+        base = model.base_model
+        base.encoder.layer = base.encoder.layer[-num_layers:]
+        base.embeddings = GivenEmbeddings()
+        lora = LoraConfig(r=8, lora_alpha=16, target_modules=["query", "value"])
+        self.model = inject_adapter_in_model(lora, model)
+        self.model.classifier.requires_grad_(True)
+
+    def forward(self, features: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """Logits of what the layers below made of a text."""
+        return self.model(inputs_embeds=features, attention_mask=attention_mask).logits
+
+
+class GivenEmbeddings(nn.Module):
+    """In the place of an encoder's embeddings where its lower layers have run already."""
+
+    def forward(self, inputs_embeds: Tensor, **_: Any) -> Tensor:
+        """They have seen positions and segments; nothing is added."""
+        return inputs_embeds
 
 
 class Collator:
-    """Stacks features, or pads tokens with the tokenizer."""
+    """Stacks or pads features where records have them, else pads tokens with the tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         """One batch."""
-        labels = torch.tensor([int(row["labels"]) for row in rows])
-        if "features" in rows[0]:
-            return {"features": torch.stack([row["features"] for row in rows]), "labels": labels}
-        tokens = [{k: v for k, v in row.items() if k != "labels"} for row in rows]
-        return {**self.tokenizer.pad(tokens, return_tensors="pt"), "labels": labels}
+        labels = {"labels": torch.tensor([int(row["labels"]) for row in rows])}
+        if "features" not in rows[0]:
+            tokens = [{k: v for k, v in row.items() if k != "labels"} for row in rows]
+            return {**self.tokenizer.pad(tokens, return_tensors="pt"), **labels}
+        features = [row["features"] for row in rows]
+        if features[0].dim() == 1:
+            return {"features": torch.stack(features), **labels}
+        mask = pad_sequence([torch.ones(len(f), dtype=torch.long) for f in features], True)
+        return {"features": pad_sequence(features, True), "attention_mask": mask, **labels}
 
 
 def tokenized(tokenizer: Any, texts: Sequence[str], labels: Sequence[int], length: int) -> Rows:
     """Token ids, cut to a length."""
     ids = tokenizer(list(texts), truncation=True, max_length=length)["input_ids"]
-    return Rows(ids, "input_ids", labels)
+    return Rows({"input_ids": ids, "labels": labels})
 
 
 def featurised(
     rows: Rows, model: FrozenForSequenceClassification, collate: Any, cache: str | None
 ) -> Rows:
-    """The same records with the frozen encoder's features in place of their tokens.
+    """The same records with the frozen part's features besides their tokens.
 
     Args:
         rows: Tokenised records.
@@ -125,25 +187,41 @@ def featurised(
         cache: Name of the checkpoint, under which features are kept on disk; None keeps none.
     """
     if cache is None:
-        return Rows(_features(rows, model.eval(), collate), "features", rows.labels)
-    digest = hashlib.sha256(repr((cache, rows.inputs)).encode()).hexdigest()[:24]
+        return _with_features(rows, _features(rows, model.eval(), collate))
+    depth = (model.trained.reads, model.encoder.config.num_hidden_layers)
+    key = repr((cache, depth, rows.columns["input_ids"]))
+    digest = hashlib.sha256(key.encode()).hexdigest()[:24]
     path = CACHE.parent / "features" / f"{digest}.safetensors"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".{os.getpid()}.part")
         save_file({"features": _features(rows, model.eval(), collate)}, str(partial))
         partial.replace(path)
-    return Rows(load_file(str(path))["features"], "features", rows.labels)
+    return _with_features(rows, load_file(str(path))["features"])
+
+
+def _with_features(rows: Rows, features: Tensor) -> Rows:
+    """One vector per record, or one per token, by the records' lengths."""
+    ids = rows.columns["input_ids"]
+    is_pooled = len(features) == len(ids)
+    return Rows(
+        {**rows.columns, "features": features if is_pooled else features.split([*map(len, ids)])}
+    )
 
 
 def _features(rows: Rows, model: FrozenForSequenceClassification, collate: Any) -> Tensor:
-    by_length = sorted(range(len(rows)), key=lambda i: len(rows.inputs[i]))
-    features = torch.empty(len(rows), model.config.hidden_size)
+    """Of all records one after the other, computed in batches of like lengths."""
+    ids = rows.columns["input_ids"]
+    by_length = sorted(range(len(rows)), key=lambda i: len(ids[i]))
+    found: dict[int, Tensor] = {}
     for start in range(0, len(rows), 64):
         at = by_length[start : start + 64]
         batch = collate([rows[i] for i in at])
-        features[at] = model.pooled(batch["input_ids"], batch["attention_mask"])
-    return features
+        mask = batch["attention_mask"]
+        features = model.features_of(batch["input_ids"], mask)
+        for i, own, kept in zip(at, features, mask.bool(), strict=True):
+            found[i] = own[None] if own.dim() == 1 else own[kept]
+    return torch.cat([found[i] for i in range(len(rows))])
 
 
 def effective_rank(features: Tensor) -> float:
@@ -164,13 +242,18 @@ def builder(checkpoint: str, num_labels: int, mode: str) -> Callable[[], PreTrai
         )
         return without_dropout(model)
 
-    def lora() -> PreTrainedModel:
-        return get_peft_model(full(), LoraConfig(task_type="SEQ_CLS", r=8, lora_alpha=16))
+    if mode == "full":
+        return full
+    num_layers = AutoConfig.from_pretrained(checkpoint).num_hidden_layers
+    num_adapted = math.ceil(num_layers * ADAPTED) if mode == "lora" else 0
+    encoder = AutoModel.from_pretrained(checkpoint, num_hidden_layers=num_layers - num_adapted)
 
-    if mode == "head":
-        encoder = AutoModel.from_pretrained(checkpoint)
-        return lambda: FrozenForSequenceClassification(encoder, num_labels)
-    return {"lora": lora, "full": full}[mode]
+    def on_frozen() -> PreTrainedModel:
+        trained = UpperLayers(full(), num_adapted) if num_adapted else None
+        head = trained or Head(encoder.config, num_labels)
+        return FrozenForSequenceClassification(encoder, head, num_labels)
+
+    return on_frozen
 
 
 def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
@@ -193,7 +276,7 @@ def tiny_checkpoint() -> str:
     config = BertConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,
-        num_hidden_layers=1,
+        num_hidden_layers=2,
         num_attention_heads=2,
         intermediate_size=64,
         max_position_embeddings=64,

@@ -116,7 +116,7 @@ def load(options: argparse.Namespace) -> Task:
 def _features(tokenizer: PreTrainedTokenizerFast, idf: Tensor, split: texts.Labelled) -> Rows:
     ids = tokenizer([text for text, _ in split])["input_ids"]
     features = torch.cat([tfidf(torch.tensor(row or [1])[None], idf) for row in ids])
-    return Rows(features, "features", [label for _, label in split])
+    return Rows({"features": features, "labels": [label for _, label in split]})
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """The arms of every comparison: a method is a set of DPKFCConfig options, with a grid to tune on.
 
-Every arm gets one short trial for each point of its grid, and nothing else is tuned. The grids
-differ by optimizer family only, because SGD's step is proportional to the gradient and Adam's
-isn't; all have six points.
+Every arm gets one trial for each point of its grid, and nothing else is tuned. The grids of one
+task differ by optimizer family only, because SGD's step is proportional to the gradient and Adam's
+isn't; all arms of a task have as many points.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ def _adam_grid(rates: list[float], clip_norms: list[float]) -> tuple[Setting, ..
 GRIDS: Mapping[str, tuple[Setting, ...]] = {
     "sgd": _sgd_grid([0.05, 0.15, 0.5], [0.25, 2.0]),
     "adamw": _adam_grid([3e-4, 1e-3, 3e-3], [0.1, 1.0]),
+    # A transformer's gradients are longer than any C ≤ 1, and then Adam's step doesn't depend on C:
+    # fewer points, so that each can be as long as the full run.
+    "adamw-clipped": _adam_grid([3e-4, 1e-3, 3e-3], [1.0]),
     # AdamBC's floor is absolute, so C decides how far it stands above the noise's own (σC/B)².
     "adambc": _adam_grid([1e-3, 3e-3, 1e-2], [0.03, 0.1]),
 }

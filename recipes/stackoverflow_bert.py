@@ -8,8 +8,9 @@ code makes its label from the text's length, which the input shows; it isn't rep
 need no Hub and stand under their own names.
 
 --train head (default, as in the paper) trains HF's classifier on the pooled CLS token of a frozen
-backbone; lora adds rank-8 adapters to query and value; full trains everything. Batch 64 and
-AdamW for StackOverflow as in the paper; batch 256 for the stand-ins, which have fewer records.
+backbone; lora adds rank-8 adapters to query and value of the upper third of the layers; full trains
+everything. Batch 64 and AdamW for StackOverflow as in the paper; batch 256 for the stand-ins, which
+have fewer records.
 
     python recipes/stackoverflow_bert.py --task tags --method synthetic --epsilon 1
     python recipes/stackoverflow_bert.py --data complaints --model minilm --data-dir DIR
@@ -36,13 +37,13 @@ from encoders import (
     tiny_checkpoint,
     tokenized,
 )
-from task import Task, Trials, main
+from task import WHOLE, Task, Trials, main
 from transformers import AutoTokenizer
 
 # By mode: epochs, and what the learning rates of the grid are multiplied with.
-EPOCHS = {"head": 20, "lora": 3, "full": 3}
-RATE_SCALE = {"head": 100.0, "lora": 1.0, "full": 0.1}
-TRIALS = {"head": Trials(10_000, 200), "lora": Trials(10_000, 24), "full": Trials(10_000, 24)}
+EPOCHS = {"head": 20, "lora": 2, "full": 2}
+RATE_SCALE = {"head": 100.0, "lora": 30.0, "full": 1.0}
+TRIALS = {"head": Trials(10_000, 200), "lora": WHOLE, "full": WHOLE}
 
 _EPOCHS_HELP = "default: 5 for stackoverflow, else by mode: " + ", ".join(
     f"{epochs} {mode}" for mode, epochs in EPOCHS.items()
@@ -73,12 +74,14 @@ def load(options: argparse.Namespace) -> Task:
     }
     splits["public"] = tokenized(tokenizer, data.public, [0] * len(data.public), length)
     collate, measured = Collator(tokenizer), {}
-    if options.train == "head":
+    if options.train != "full":
         frozen = build_model()
         assert isinstance(frozen, FrozenForSequenceClassification)
         cache = None if options.smoke else options.model
         splits = {n: featurised(rows, frozen, collate, cache) for n, rows in splits.items()}
-        measured = {"effective_rank_of_head_inputs": effective_rank(splits["test"].inputs)}
+    if options.train == "head":
+        features = splits["test"].columns["features"]
+        measured = {"effective_rank_of_head_inputs": effective_rank(features)}
     subject = options.data + (f"-{options.task}" if is_paper else "")
     return Task(
         name=("smoke_" if options.smoke else "") + f"{subject}_{options.train}",
@@ -94,6 +97,7 @@ def load(options: argparse.Namespace) -> Task:
         collator=collate,
         processor=tokenizer,
         rate_scale=RATE_SCALE[options.train],
+        grid_name=None if options.train == "head" else "adamw-clipped",
         trials=Trials(300, 1) if options.smoke else TRIALS[options.train],
         options={"probe_max_length": length, **_options_of(options)},
         measure=lambda _: measured,

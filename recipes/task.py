@@ -1,11 +1,11 @@
 """One private run of a task: what a recipe describes, and the only way in which an arm is trained.
 
 Conventions, the same in every recipe:
-- A validation split is held out of training. Rates and clip norms are chosen on it, by short trials
-  that are like the beginning of the full run: same σ, C, batch and rate, on fewer records and with
-  fewer steps. The rate stays where it is: a trial that took it down to zero would favour rates that
-  are too high for a run several times as long. A trial's own ε is of no use to anybody and isn't
-  stated.
+- A validation split is held out of training. Rates and clip norms are chosen on it, by trials with
+  another seed. A trial is as long as the full run, or short: then it is like the run's beginning
+  (same σ, C, batch and rate, fewer records and steps) and its rate stays where it is, since one
+  that went down to zero would favour rates too high for a run several times as long. A trial's own
+  ε is of no use to anybody and isn't stated.
 - The full run trains on the remaining N records with true Poisson sampling and δ = 1/N. Test
   records are touched once, after it.
 - ε doesn't cover the choice of rates: all arms are tuned with the same effort, on the same records.
@@ -40,15 +40,22 @@ from hf_dpkfc import DPKFCConfig, DPKFCTrainer, PrivacyPlan
 RESULTS = Path(__file__).parent / "results"
 CARDS = Path(__file__).parents[1] / "model_cards"
 TRIAL_SEED = 1000  # initial weights of the trials; no final run has them
-TRIAL_SCHEDULE = "constant"
 
 
 @dataclass(frozen=True)
 class Trials:
-    """How short the trials are."""
+    """How short the trials are; :data:`WHOLE` ones are as long as the full run."""
 
-    num_records: int = 10_000
-    num_steps: int = 80
+    num_records: int | None = 10_000
+    num_steps: int | None = 80
+
+    @property
+    def schedule(self) -> str:
+        """Of the learning rate: a whole trial's is the full run's."""
+        return "constant" if self.num_steps else "linear"
+
+
+WHOLE = Trials(None, None)
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,7 @@ class Task:
         collator: From records to model inputs.
         processor: Tokenizer or image processor.
         rate_scale: What the grid's learning rates are multiplied with, for all arms.
+        grid_name: Of methods.GRIDS; by default that of the optimizer.
         trials: How short the trials are.
         options: Further DPKFCConfig options, the same for all arms.
         measure: Further facts about a trained model, for its JSON.
@@ -91,6 +99,7 @@ class Task:
     collator: Callable[[list[Any]], Any] | None = None
     processor: Any = None
     rate_scale: float = 1.0
+    grid_name: str | None = None
     trials: Trials = Trials()
     options: Mapping[str, Any] = field(default_factory=dict)
     measure: Callable[[nn.Module], Mapping[str, Any]] | None = None
@@ -106,7 +115,7 @@ class Task:
 
     def grid(self, method: str) -> tuple[Setting, ...]:
         """What an arm is tuned over."""
-        points = GRIDS[METHODS[method].family(self.optimizer)]
+        points = GRIDS[self.grid_name or METHODS[method].family(self.optimizer)]
         return tuple(p.scaled(self.rate_scale) for p in points)
 
 
@@ -126,13 +135,13 @@ def _plan(epsilon: float, clip_norm: float, batch: int, size: int, epochs: int) 
 def run_trial(
     task: Task, method: str, epsilon: float, setting: Setting, seed: int = TRIAL_SEED
 ) -> dict[str, Any]:
-    """Validation accuracy of a short trial with the full run's noise."""
+    """Validation accuracy of a trial with the full run's noise."""
     plan = task.plan(epsilon, setting)
-    size = min(task.trials.num_records, len(task.train))
+    size = min(task.trials.num_records or len(task.train), len(task.train))
     trainer_options = {
         "noise_multiplier": plan.noise_multiplier,
-        "max_steps": task.trials.num_steps,
-        "lr_scheduler_type": TRIAL_SCHEDULE,
+        "max_steps": task.trials.num_steps or plan.steps,
+        "lr_scheduler_type": task.trials.schedule,
     }
     with tempfile.TemporaryDirectory() as scratch:
         subset = Subset(task.train, range(size))

@@ -28,13 +28,14 @@ def collate(checkpoint):
     return encoders.Collator(AutoTokenizer.from_pretrained(checkpoint))
 
 
-def test_features_and_tokens_give_the_same_logits(checkpoint, rows, collate):
-    model = encoders.builder(checkpoint, 2, "head")().eval()
+@pytest.mark.parametrize("mode", ["head", "lora"])
+def test_features_and_tokens_give_the_same_logits(checkpoint, rows, collate, mode):
+    model = encoders.builder(checkpoint, 2, mode)().eval()
     featurised = encoders.featurised(rows, model, collate, None)
     from_tokens = model(**collate([rows[i] for i in range(20)])).logits
     from_features = model(**collate([featurised[i] for i in range(20)])).logits
     torch.testing.assert_close(from_features, from_tokens)
-    assert featurised.labels == rows.labels
+    assert featurised.columns["labels"] == rows.columns["labels"]
 
 
 def test_cached_features_are_those_of_their_own_records(
@@ -44,17 +45,18 @@ def test_cached_features_are_those_of_their_own_records(
     model = encoders.builder(checkpoint, 2, "head")()
     first = encoders.featurised(rows, model, collate, "tiny")
     again = encoders.featurised(rows, model, collate, "tiny")
-    fewer = encoders.Rows(rows.inputs[5:], rows.name, rows.labels[5:])
+    fewer = encoders.Rows({name: column[5:] for name, column in rows.columns.items()})
     others = encoders.featurised(fewer, model, collate, "tiny")
-    assert torch.equal(first.inputs, again.inputs)
-    torch.testing.assert_close(others.inputs, first.inputs[5:])
+    features = first.columns["features"]
+    assert torch.equal(features, again.columns["features"])
+    torch.testing.assert_close(others.columns["features"], features[5:])
     assert len(list((tmp_path / "features").iterdir())) == 2
 
 
 def test_only_the_head_trains_on_a_frozen_backbone(checkpoint):
     model = encoders.builder(checkpoint, 2, "head")()
     trainable = {name for block in inspect_model(model) for name in block.parameters}
-    assert trainable == {"classifier.weight", "classifier.bias"}
+    assert trainable == {"trained.classifier.weight", "trained.classifier.bias"}
     model.train()
     assert not any(module.training for module in model.encoder.modules())
 
@@ -74,3 +76,23 @@ def test_heads_differ_by_seed_and_backbones_do_not(checkpoint):
 def test_effective_rank_counts_equal_directions():
     assert encoders.effective_rank(torch.eye(5)[:3]) == pytest.approx(3)
     assert encoders.effective_rank(torch.ones(4, 5)) == pytest.approx(1)
+
+
+def test_adapters_on_frozen_layers_start_as_the_whole_model(checkpoint, rows, collate):
+    models = []
+    for mode in ("full", "lora"):
+        torch.manual_seed(0)
+        models.append(encoders.builder(checkpoint, 2, mode)().eval())
+    batch = collate([rows[i] for i in range(20)])
+    whole, adapted = (model(**batch).logits for model in models)
+    torch.testing.assert_close(adapted, whole)
+
+
+def test_only_adapters_and_head_train_in_the_upper_layers(checkpoint):
+    model = encoders.builder(checkpoint, 2, "lora")()
+    trainable = {name for block in inspect_model(model) for name in block.parameters}
+    assert all("lora_" in name or "classifier" in name for name in trainable)
+    assert (
+        len(model.encoder.encoder.layer) == len(model.trained.model.base_model.encoder.layer) == 1
+    )
+    assert len(trainable) == 2 * 2 + 2  # A and B of query and value in one layer, and the head
