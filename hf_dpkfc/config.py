@@ -86,6 +86,9 @@ class DPKFCConfig(TrainingArguments):
     kfac_approx: str = _option("reduce", "K-FAC's treatment of positions.", APPROXIMATIONS)
     rank: int | None = _option(64, "Eigendirections kept per factor; null (None) is exact.")
     max_factor_dim: int = _option(4096, "Wider factors fall back to low rank, with a note.")
+    layer_balance: float = _option(
+        1.0, "How layers share the clip norm: 1 as their raw gradients do, 0 equally."
+    )
     pink_alpha: float = _option(1.0, "Pink noise: amplitude falls as frequency^-pink_alpha.")
     zipf_exponent: float = _option(1.0, "Token probes: probability falls as rank^-zipf_exponent.")
     dp_optimizer: str | None = _option(
@@ -164,6 +167,7 @@ class DPKFCConfig(TrainingArguments):
             damping=self.damping,
             rank=self.rank,
             max_factor_dim=self.max_factor_dim,
+            layer_balance=self.layer_balance,
             labels=self.probe_labels,
             num_batches=self.num_probe_batches,
             batch_size=self.probe_batch_size,
@@ -223,6 +227,7 @@ class DPKFCConfig(TrainingArguments):
             "probe_min_length": self.probe_min_length is None or self.probe_min_length >= 1,
             "probe_max_length": self.probe_max_length is None or self.probe_max_length >= 1,
             "damping": _positive(self.damping),
+            "layer_balance": 0 <= self.layer_balance <= 1,
             "diagnostics_steps": self.diagnostics_steps is None or self.diagnostics_steps >= 1,
             "per_device_train_batch_size": self.per_device_train_batch_size >= 1,
             "gradient_accumulation_steps": self.gradient_accumulation_steps >= 1,

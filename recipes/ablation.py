@@ -2,7 +2,8 @@
 
 Every variant gets the same short trials as tuning does (task.py), with several seeds, on validation
 records, at the learning rate and clip norm that tuning chose for the defaults: so a variant that
-would want another rate is at a disadvantage, and only clear differences mean anything.
+would want another rate is at a disadvantage, and only clear differences mean anything. Variants
+that were measured with the same trials before are kept.
 
     python recipes/ablation.py fashion_transfer --data-dir DIR --epsilon 1 --seeds 3 --jobs 2
 """
@@ -10,11 +11,13 @@ would want another rate is at a disadvantage, and only clear differences mean an
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from compare import Recipe, collect, workers
@@ -26,6 +29,7 @@ VARIANTS: tuple[Mapping[str, Any], ...] = (
     *({"damping": value} for value in (0.1, 0.3, 3.0, 10.0)),
     *({"rank": value} for value in (16, 32, None)),
     {"kfac_approx": "expand"},
+    *({"layer_balance": value} for value in (0.0, 0.5)),
     *({"num_probe_batches": value} for value in (2, 5, 20)),
     {"probe_labels": "model"},
 )
@@ -57,7 +61,16 @@ def markdown(rows: Mapping[str, Sequence[float]], caption: str) -> str:
     return caption + "\n\n" + "\n".join(lines) + "\n"
 
 
-def measure(recipe: Recipe, epsilon: float, seeds: int, jobs: int) -> dict[str, list[float]]:
+def known_rows(path: Path, conditions: Mapping[str, Any]) -> dict[str, list[float]]:
+    """What was measured under the same conditions before."""
+    found = json.loads(path.read_text()) if path.exists() else {}
+    is_same = all(found.get(name) == value for name, value in conditions.items())
+    return found["accuracies"] if is_same else {}
+
+
+def measure(
+    recipe: Recipe, epsilon: float, variants: Sequence[Mapping[str, Any]], seeds: int, jobs: int
+) -> dict[str, list[float]]:
     """Validation accuracies in percent, one for each seed, by variant."""
     found: dict[tuple[str, int], float] = {}
 
@@ -69,10 +82,10 @@ def measure(recipe: Recipe, epsilon: float, seeds: int, jobs: int) -> dict[str, 
         trials = {
             pool.submit(work, recipe, epsilon, variant, seed): (title_of(variant), seed)
             for seed in every_seed
-            for variant in VARIANTS
+            for variant in variants
         }
         collect(trials, "trials", keep)
-    return {t: [found[t, seed] for seed in every_seed] for t in map(title_of, VARIANTS)}
+    return {t: [found[t, seed] for seed in every_seed] for t in map(title_of, variants)}
 
 
 def main() -> None:
@@ -90,20 +103,21 @@ def main() -> None:
     task, epsilon = recipe.task(), options.epsilon
     if not tuning_path(RESULTS, task, "synthetic", epsilon).exists():
         parser.error(f"{task.name} isn't tuned at ε = {epsilon:g}: run compare.py on it first")
-    rows = measure(recipe, epsilon, options.seeds, options.jobs)
     command = f"python recipes/ablation.py {recipe.shown} --epsilon {epsilon:g}"
-    command += f" --seeds {options.seeds}"
-    result = {
-        "command": command,
+    conditions = {
+        "command": f"{command} --seeds {options.seeds}",
         "trials": {"records": task.trials.num_records, "steps": task.trials.num_steps},
         **tuned_setting(task, "synthetic", epsilon)._asdict(),
-        "accuracies": rows,
     }
     path = RESULTS / "ablation" / f"{task.name}_eps{epsilon:g}.json"
-    write_json(path, result)
+    rows = known_rows(path, conditions)
+    missing = [variant for variant in VARIANTS if title_of(variant) not in rows]
+    rows |= measure(recipe, epsilon, missing, options.seeds, options.jobs)
+    rows = {title: rows[title] for title in map(title_of, VARIANTS)}
+    write_json(path, {**conditions, "accuracies": rows})
     caption = (
         f"{task.title}: {METHODS['synthetic'].title}, ε = {epsilon:g}, trials of "
-        f"{task.trials.num_steps} steps, {options.seeds} seeds (`{command}`)."
+        f"{task.trials.num_steps} steps, {options.seeds} seeds (`{conditions['command']}`)."
     )
     table = markdown(rows, caption)
     path.with_suffix(".md").write_text(table)

@@ -16,44 +16,63 @@ from methods import METHODS
 
 RESULTS = Path(__file__).parent / "results"
 
-# What hasn't been run on this project's machine, which has no data for it or hasn't had the time:
-# folder of results, subject, command.
-NOT_RUN_HERE = (
-    ("mnist", "MNIST, the paper's CNN", "mnist_cnn --data-dir DIR --epsilons 1 3 8 --jobs 2"),
+# What this project's machine may have no data for, or hasn't had the time: folder of results,
+# subject, command, ε.
+WANTED: tuple[tuple[str, str, str, tuple[float, ...]], ...] = (
+    ("mnist", "MNIST, the paper's CNN", "mnist_cnn --data-dir DIR --jobs 2", (1, 3, 8)),
     (
         "fashion_mnist",
         "FashionMNIST ← MNIST, the paper's CNN",
-        "fashion_transfer --data-dir DIR --epsilons 1 3 8 --jobs 2",
+        "fashion_transfer --data-dir DIR --jobs 2",
+        (1, 3, 8),
     ),
     *(
         (
             f"{data}_{mode}",
             f"{title}, MiniLM, {mode}",
-            f"stackoverflow_bert --data {data} --model minilm --train {mode} --data-dir DIR "
-            f"--methods none synthetic public oracle --epsilons {epsilons}",
+            f"stackoverflow_bert --data {data} --model minilm --train {mode} {length}"
+            f"--data-dir DIR --methods {methods}",
+            epsilons,
         )
-        for data, title, mode, epsilons in (
-            ("complaints", "Consumer complaints", "lora", "1 3"),
-            ("rotten_tomatoes", "Rotten Tomatoes", "lora", "3"),
-            ("rotten_tomatoes", "Rotten Tomatoes", "full", "3"),
+        for data, title, mode, length, methods, epsilons in (
+            (
+                "complaints",
+                "Consumer complaints",
+                "lora",
+                "--length 32 ",
+                "none public synthetic oracle",
+                (1, 3),
+            ),
+            (
+                "rotten_tomatoes",
+                "Rotten Tomatoes",
+                "lora",
+                "",
+                "none public synthetic oracle",
+                (3,),
+            ),
+            ("rotten_tomatoes", "Rotten Tomatoes", "full", "", "none synthetic", (3,)),
         )
     ),
     (
         "pathmnist",
         "PathMNIST ← MNIST, the paper's CNN",
-        "fashion_transfer --target path --data-dir DIR --epsilons 1",
+        "fashion_transfer --target path --data-dir DIR",
+        (1,),
     ),
-    ("cifar100_full", "CIFAR-100, DeiT-tiny, end to end", "cifar100_vit --epsilons 1 3 8"),
-    ("cifar100_head", "CIFAR-100, DeiT-tiny, head", "cifar100_vit --train head --epsilons 1 3 8"),
+    ("cifar100_full", "CIFAR-100, DeiT-tiny, end to end", "cifar100_vit", (1, 3, 8)),
+    ("cifar100_head", "CIFAR-100, DeiT-tiny, head", "cifar100_vit --train head", (1, 3, 8)),
     (
         "stackoverflow-tags_head",
         "StackOverflow, main tag, BERT-base, head (public proxy AG News)",
-        "stackoverflow_bert --task tags --epsilons 1 3 8",
+        "stackoverflow_bert --task tags",
+        (1, 3, 8),
     ),
     (
         "stackoverflow-next-word_head",
         "StackOverflow, next word, BERT-base, head (public proxy AG News)",
-        "stackoverflow_bert --task next-word --epsilons 1 3 8",
+        "stackoverflow_bert --task next-word",
+        (1, 3, 8),
     ),
 )
 
@@ -154,13 +173,15 @@ def write(folder: Path, title: str) -> str:
 
 
 def not_run_here(results: Path = RESULTS) -> str:
-    """Rows without results here, each with the command that makes them."""
-    rows = [
-        f"| {subject} | not run here | `python recipes/compare.py {command}` |"
-        for folder, subject, command in NOT_RUN_HERE
-        if not any((results / folder).glob("*_seed*.json"))
-    ]
-    return "\n".join(["| task | test accuracy | command |", "|---|---|---|", *rows])
+    """What is wanted and has no results here, each with the command that makes it."""
+    lines = ["| task | ε | test accuracy | command |", "|---|---|---|---|"]
+    for folder, subject, command, epsilons in WANTED:
+        missing = [e for e in epsilons if not any((results / folder).glob(f"*_eps{e:g}_seed*"))]
+        if missing:
+            shown = " ".join(f"{epsilon:g}" for epsilon in missing)
+            call = f"`python recipes/compare.py {command} --epsilons {shown}`"
+            lines.append(f"| {subject} | {shown.replace(' ', ', ')} | not run here | {call} |")
+    return "\n".join(lines)
 
 
 def all_tables(results: Path = RESULTS) -> list[str]:

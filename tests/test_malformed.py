@@ -39,6 +39,7 @@ MALFORMED = {
     "damping": NOT_POSITIVE | st.none(),
     "target_delta": NOT_POSITIVE | st.floats(min_value=1.0),
     "noise_multiplier": NOT_A_NUMBER | NOT_FINITE | NEGATIVE,
+    "layer_balance": NOT_A_NUMBER | NOT_FINITE | NEGATIVE | st.floats(min_value=1.01) | st.none(),
     "pink_alpha": NOT_A_NUMBER | NOT_FINITE,
     "zipf_exponent": NOT_A_NUMBER | NOT_FINITE,
     "num_train_epochs": NOT_A_NUMBER | NOT_FINITE,

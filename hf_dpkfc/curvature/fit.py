@@ -44,6 +44,7 @@ class CurvatureOptions:
         damping: Added to the factors, relative to their mean eigenvalue.
         rank: Eigendirections kept per factor; None is exact.
         max_factor_dim: Wider factors fall back to low rank, with a note.
+        layer_balance: How layers share the clip norm: 1 as their raw gradients do, 0 equally.
         labels: "uniform", or "model" for labels from the model's own predictions.
         num_batches: Probe batches per fit.
         batch_size: Probes per batch.
@@ -54,6 +55,7 @@ class CurvatureOptions:
     damping: float = 1.0
     rank: int | None = 64
     max_factor_dim: int = 4096
+    layer_balance: float = 1.0
     labels: str = "uniform"
     num_batches: int = 10
     batch_size: int = 64
@@ -407,14 +409,24 @@ def _is_vocabulary(block: Block) -> bool:
 
 
 def _balanced(maps: Mapping[str, LinearMap], passes: _Passes) -> dict[str, LinearMap]:
-    """Each map scaled so that probe gradients keep their mean squared norm, layer by layer.
+    """Each map scaled so that its layer has its share of the probe gradients' mean squared norm.
 
     Without this a layer's share in the common clip norm would depend on the arbitrary scale of
-    its root.
+    its root. All layers together keep their mean squared norm.
     """
+    sizes = _sizes(maps, passes)
+    total = sum(before for before, _ in sizes.values())
+    shares = {name: before**passes.options.layer_balance for name, (before, _) in sizes.items()}
+    unit = total / sum(shares.values()) if shares else 1.0
+    scales = {name: (shares[name] * unit / after) ** 0.5 for name, (_, after) in sizes.items()}
+    return {name: linear.scaled(scales.get(name, 1.0)) for name, linear in maps.items()}
+
+
+def _sizes(maps: Mapping[str, LinearMap], passes: _Passes) -> dict[str, tuple[float, float]]:
+    """Mean squared norms of a block's probe gradients, raw and mapped, where there are any."""
     captured = passes.for_balance()
-    balanced = dict(maps)
     moved = Preconditioner(maps).to(passes.device, passes.dtype)
+    sizes = {}
     for block in passes.table:
         gradient = captured.gradient(block) if block.name in maps else None
         if gradient is None:
@@ -423,5 +435,5 @@ def _balanced(maps: Mapping[str, LinearMap], passes: _Passes) -> dict[str, Linea
         before = float(gradient.sq_norms().double().mean())
         after = float(moved[block.name].sq_norms(gradient, grams).double().mean())
         if before > 0 and after > 0:
-            balanced[block.name] = maps[block.name].scaled((before / after) ** 0.5)
-    return balanced
+            sizes[block.name] = (before, after)
+    return sizes

@@ -65,19 +65,30 @@ def test_layers_that_read_different_tensors_never_share_a_root():
     assert len({id(root) for root in roots}) == 3
 
 
-@pytest.mark.parametrize("kind", ["kfac", "diagonal"])
-def test_balance_keeps_each_layers_mean_squared_probe_norm(kind):
-    model = models.build("bert")
-    preconditioner = fit(model, kind=kind)
+def probe_norms(model, preconditioner):
+    """Mean squared norms of each mapped block's probe gradients, raw and mapped."""
     generator = torch.Generator().manual_seed(1)
     batch = next(iter(text_probe(model).batches(1, 8, generator)))
     table = inspect_model(model)
     captured = capture(model, table, TaskLoss(task_of(model)), batch, 8)
-    for block in table:
-        gradient = captured.gradient(block)
-        if block.name in preconditioner.maps:
-            moved = preconditioner[block.name].sq_norms(gradient, {})
-            torch.testing.assert_close(moved.mean(), gradient.sq_norms().mean())
+    gradients = [(b.name, captured.gradient(b)) for b in table if b.name in preconditioner.maps]
+    raw = torch.stack([gradient.sq_norms().mean() for _, gradient in gradients])
+    moved = [preconditioner[name].sq_norms(gradient, {}).mean() for name, gradient in gradients]
+    return raw, torch.stack(moved)
+
+
+@pytest.mark.parametrize("kind", ["kfac", "diagonal"])
+def test_balance_keeps_each_layers_mean_squared_probe_norm(kind):
+    model = models.build("bert")
+    raw, moved = probe_norms(model, fit(model, kind=kind))
+    torch.testing.assert_close(moved, raw)
+
+
+@pytest.mark.parametrize("exponent", [0.0, 0.5])
+def test_a_lower_balance_shares_the_same_total_more_equally(exponent):
+    model = models.build("bert")
+    raw, moved = probe_norms(model, fit(model, layer_balance=exponent))
+    torch.testing.assert_close(moved, raw.pow(exponent) * raw.sum() / raw.pow(exponent).sum())
 
 
 def test_a_layer_without_signal_keeps_identity_and_says_so():

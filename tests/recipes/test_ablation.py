@@ -37,3 +37,11 @@ def test_the_table_shows_the_distance_from_the_defaults_with_its_error():
     assert "| defaults | 81.0 ± 1.4 |  |" in table
     # Variances 2 and 2, two runs each: √((2 + 2)/2) = 1.4.
     assert "| rank=16 | 79.0 ± 1.4 | -2.0 ± 1.4 |" in table
+
+
+def test_variants_measured_under_other_conditions_are_not_kept(tmp_path):
+    path, conditions = tmp_path / "found.json", {"learning_rate": 0.1}
+    assert ablation.known_rows(path, conditions) == {}
+    path.write_text('{"learning_rate": 0.1, "accuracies": {"defaults": [1.0]}}')
+    assert ablation.known_rows(path, conditions) == {"defaults": [1.0]}
+    assert ablation.known_rows(path, {"learning_rate": 0.2}) == {}
