@@ -35,15 +35,20 @@ def _adam_grid(rates: list[float], clip_norms: list[float]) -> tuple[Setting, ..
 
 
 # By optimizer family. lr·C for SGD with momentum 0.9, lr for the others.
-GRIDS: Mapping[str, tuple[Setting, ...]] = {
+# AdamBC's floor is absolute, so C decides how far it stands above the noise's own (σC/B)².
+SHORT_TRIALS: Mapping[str, tuple[Setting, ...]] = {
     "sgd": _sgd_grid([0.05, 0.15, 0.5], [0.25, 2.0]),
     "adamw": _adam_grid([3e-4, 1e-3, 3e-3], [0.1, 1.0]),
-    # A transformer's gradients are longer than any C ≤ 1, and then Adam's step doesn't depend on C:
-    # fewer points, so that each can be as long as the full run.
-    "adamw-clipped": _adam_grid([3e-4, 1e-3, 3e-3], [1.0]),
-    # AdamBC's floor is absolute, so C decides how far it stands above the noise's own (σC/B)².
     "adambc": _adam_grid([1e-3, 3e-3, 1e-2], [0.03, 0.1]),
 }
+# For transformers, whose gradients are longer than any C ≤ 1: then Adam's step doesn't depend on C.
+# Half the points, so that each trial can be as long as the full run.
+WHOLE_TRIALS: Mapping[str, tuple[Setting, ...]] = {
+    "sgd": _sgd_grid([0.05, 0.15, 0.5], [1.0]),
+    "adamw": _adam_grid([3e-4, 1e-3, 3e-3], [1.0]),
+    "adambc": _adam_grid([1e-3, 3e-3, 1e-2], [0.03]),
+}
+GRIDS = (SHORT_TRIALS, WHOLE_TRIALS)
 
 
 @dataclass(frozen=True)

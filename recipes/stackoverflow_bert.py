@@ -97,7 +97,6 @@ def load(options: argparse.Namespace) -> Task:
         collator=collate,
         processor=tokenizer,
         rate_scale=RATE_SCALE[options.train],
-        grid_name=None if options.train == "head" else "adamw-clipped",
         trials=Trials(300, 1) if options.smoke else TRIALS[options.train],
         options={"probe_max_length": length, **_options_of(options)},
         measure=lambda _: measured,

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from methods import GRIDS, METHODS, Setting
+from methods import METHODS, SHORT_TRIALS, WHOLE_TRIALS, Setting
 from torch import nn
 from torch.utils.data import Dataset, Subset
 from transformers import EvalPrediction, PrinterCallback, set_seed
@@ -78,7 +78,6 @@ class Task:
         collator: From records to model inputs.
         processor: Tokenizer or image processor.
         rate_scale: What the grid's learning rates are multiplied with, for all arms.
-        grid_name: Of methods.GRIDS; by default that of the optimizer.
         trials: How short the trials are.
         options: Further DPKFCConfig options, the same for all arms.
         measure: Further facts about a trained model, for its JSON.
@@ -99,7 +98,6 @@ class Task:
     collator: Callable[[list[Any]], Any] | None = None
     processor: Any = None
     rate_scale: float = 1.0
-    grid_name: str | None = None
     trials: Trials = Trials()
     options: Mapping[str, Any] = field(default_factory=dict)
     measure: Callable[[nn.Module], Mapping[str, Any]] | None = None
@@ -115,7 +113,8 @@ class Task:
 
     def grid(self, method: str) -> tuple[Setting, ...]:
         """What an arm is tuned over."""
-        points = GRIDS[self.grid_name or METHODS[method].family(self.optimizer)]
+        grids = WHOLE_TRIALS if self.trials == WHOLE else SHORT_TRIALS
+        points = grids[METHODS[method].family(self.optimizer)]
         return tuple(p.scaled(self.rate_scale) for p in points)
 
 
