@@ -17,7 +17,7 @@ from hf_dpkfc.curvature.probes import (
     WhiteNoiseProbe,
     ZipfTokenProbe,
 )
-from hf_dpkfc.curvature.sampled import SampledTokenProbe
+from hf_dpkfc.curvature.sampled import sampled_probe_for
 from hf_dpkfc.curvature.structured import StructuredTokenProbe
 from hf_dpkfc.errors import ConfigurationError, ProbeError, UnsupportedTaskError
 from hf_dpkfc.losses import unwrapped
@@ -91,7 +91,7 @@ def build_probe(
         }
         if name == "uniform":
             return UniformTokenProbe.for_model(model, tokenizer, **lengths)
-        kind = _ZIPF_PROBES[name]
+        kind = _ZIPF_PROBES[name](model)
         return kind.for_model(model, tokenizer, exponent=options.zipf_exponent, **lengths)
     image_processor = getattr(processor, "image_processor", processor)
     if name == "white":
@@ -99,10 +99,10 @@ def build_probe(
     return PinkNoiseProbe.for_model(model, image_processor, alpha=options.pink_alpha)
 
 
-_ZIPF_PROBES: dict[str, type[ZipfTokenProbe]] = {
-    "zipf": ZipfTokenProbe,
-    "structured": StructuredTokenProbe,
-    "sampled": SampledTokenProbe,
+_ZIPF_PROBES: dict[str, Callable[[nn.Module], type[ZipfTokenProbe]]] = {
+    "zipf": lambda _: ZipfTokenProbe,
+    "structured": lambda _: StructuredTokenProbe,
+    "sampled": sampled_probe_for,
 }
 
 

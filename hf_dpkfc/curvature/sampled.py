@@ -1,7 +1,9 @@
 """Probes that a language model says itself: no text but what its weights remember.
 
-The weights at step 0 are a public checkpoint's; later ones are private already, so what is
-sampled from them is post-processing, like every other use of them.
+A model with a language-model head speaks for itself: at step 0 its weights are a public
+checkpoint's; later ones are private already, so what is sampled from them is post-processing, like
+every other use of them. For a model with another head its public checkpoint speaks, once, with the
+head that it was pre-trained with.
 """
 
 from __future__ import annotations
@@ -11,16 +13,27 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+)
 
 from hf_dpkfc.curvature.fit import probing
+from hf_dpkfc.curvature.labels import LabelSpace
 from hf_dpkfc.curvature.probes import PayloadDrawer, ZipfTokenProbe
 from hf_dpkfc.errors import ProbeError
-from hf_dpkfc.losses import Task
+from hf_dpkfc.losses import Task, task_of, unwrapped
 
 # Each half of the positions is drawn once, given the other half. Two passes over 640 probes of half
 # the length on average are 640 forward passes at full length; a training step of 256 examples is
 # worth 768, its backward pass counted twice.
 GIBBS_PARTS = 2
+# What a checkpoint says before training; 320 sequences in two passes at full length cost less than
+# one training step of 256 examples.
+NUM_SAID, SAID_AT_ONCE = 320, 64
+SPEAKING = (Task.CAUSAL_LM, Task.MASKED_LM)
 
 
 @dataclass(frozen=True)
@@ -40,12 +53,8 @@ class SampledTokenProbe(ZipfTokenProbe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.labels.task not in (Task.CAUSAL_LM, Task.MASKED_LM):
-            raise ProbeError(
-                f"probe='sampled' with a head for {self.labels.task}.",
-                why="sequences are drawn from a language-model head, and this model has none.",
-                way_out="choose probe='auto'.",
-            )
+        if self.labels.task not in SPEAKING:
+            raise _speechless(f"a head for {self.labels.task}", "this model has none")
         if self.labels.task is Task.MASKED_LM and self.template.mask_id is None:
             raise ProbeError(
                 "probe='sampled' with a masked language model whose tokenizer has no mask token.",
@@ -58,6 +67,12 @@ class SampledTokenProbe(ZipfTokenProbe):
         cls, model: nn.Module, tokenizer: Any, payload_ids: tuple[int, ...]
     ) -> dict[str, Any]:
         return {"model": model}
+
+    def said(self, count: int, generator: torch.Generator) -> tuple[tuple[int, ...], ...]:
+        """Payloads of the greatest length."""
+        draw, size = self._drawer(), self.max_length - self.template.num_fixed
+        parts = torch.ones(count).split(SAID_AT_ONCE)
+        return tuple(tuple(row) for p in parts for row in draw([size] * len(p), generator))
 
     def _drawer(self) -> PayloadDrawer:
         zipf = super()._drawer()
@@ -107,3 +122,78 @@ class SampledTokenProbe(ZipfTokenProbe):
     @property
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device
+
+
+@dataclass(frozen=True)
+class CheckpointTokenProbe(ZipfTokenProbe):
+    """Beginnings of sequences that the public checkpoint said before training.
+
+    The same ones at every refresh: the checkpoint doesn't change, so they are drawn once, with
+    public randomness, and its language model is let go.
+
+    Attributes:
+        said: Payloads of the greatest length.
+    """
+
+    said: tuple[tuple[int, ...], ...] = field(kw_only=True, repr=False)
+    is_data_free: ClassVar[bool] = True
+
+    @classmethod
+    def for_model(cls, model: nn.Module, tokenizer: Any, **options: Any) -> CheckpointTokenProbe:
+        """What the checkpoint of this model says; lengths as for Zipf."""
+        speaker = SampledTokenProbe.for_model(language_model_behind(model), tokenizer, **options)
+        return cls(
+            speaker.template,
+            speaker.payload_ids,
+            LabelSpace.of(model),
+            speaker.min_length,
+            speaker.max_length,
+            speaker.exponent,
+            said=speaker.said(NUM_SAID, torch.Generator().manual_seed(0)),
+        )
+
+    def _drawer(self) -> PayloadDrawer:
+        def draw(sizes: list[int], generator: torch.Generator) -> list[list[int]]:
+            at = torch.randint(len(self.said), (len(sizes),), generator=generator).tolist()
+            return [list(self.said[i][:size]) for i, size in zip(at, sizes, strict=True)]
+
+        return draw
+
+
+def sampled_probe_for(model: nn.Module) -> type[ZipfTokenProbe]:
+    """Who speaks: the model itself, or the checkpoint that it was made from."""
+    return SampledTokenProbe if task_of(model) in SPEAKING else CheckpointTokenProbe
+
+
+def language_model_behind(model: nn.Module) -> nn.Module:
+    """The model's checkpoint, frozen, with the language-model head that it was pre-trained with.
+
+    Raises:
+        ProbeError: If there is no checkpoint, or it holds no such head.
+    """
+    config: Any = unwrapped(model).config
+    source = {
+        "pretrained_model_name_or_path": config._name_or_path,
+        "revision": getattr(config, "_commit_hash", None) or "main",
+    }
+    heads = {
+        AutoModelForMaskedLM: MODEL_FOR_MASKED_LM_MAPPING,
+        AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
+    }
+    for head in [
+        h for h, configs in heads.items() if config._name_or_path and type(config) in configs
+    ]:
+        with torch.random.fork_rng():
+            speaker, info = head.from_pretrained(**source, output_loading_info=True)
+        if not info["missing_keys"]:
+            return speaker.to(next(model.parameters()).device).requires_grad_(False)
+    name = config._name_or_path or "no checkpoint behind it"
+    raise _speechless(f"a head for {task_of(model)} and {name}", "neither has one")
+
+
+def _speechless(what: str, who: str) -> ProbeError:
+    return ProbeError(
+        f"probe='sampled' with {what}.",
+        why=f"sequences are drawn from a language-model head, and {who}.",
+        way_out="choose probe='auto'.",
+    )

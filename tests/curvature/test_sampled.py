@@ -8,7 +8,9 @@ import pytest
 import tokenizers_zoo
 import torch
 from torch import nn
+from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification
 
+from hf_dpkfc.curvature.catalogue import ProbeOptions, build_probe
 from hf_dpkfc.curvature.labels import LabelSpace
 from hf_dpkfc.curvature.probes import SequenceTemplate
 from hf_dpkfc.curvature.sampled import SampledTokenProbe
@@ -138,9 +140,9 @@ def test_a_causal_sample_follows_the_heads_distribution():
     assert ((counts - expected).square() / expected).sum() < 41.5
 
 
-def test_a_head_that_says_no_words_is_refused():
-    with pytest.raises(ProbeError, match="this model has none"):
-        SampledTokenProbe.for_model(models.build("bert"), tokenizers_zoo.build("bert"))
+def test_a_model_without_head_or_checkpoint_is_refused():
+    with pytest.raises(ProbeError, match="no checkpoint behind it"):
+        build_probe(ProbeOptions("sampled"), models.build("bert"), tokenizers_zoo.build("bert"))
 
 
 def test_a_masked_model_without_a_mask_token_is_refused():
@@ -148,3 +150,54 @@ def test_a_masked_model_without_a_mask_token_is_refused():
         SampledTokenProbe.for_model(
             models.build("bert-mlm"), tokenizers_zoo.build("t5"), max_length=12
         )
+
+
+def classifier_from(checkpoint, folder):
+    checkpoint.save_pretrained(folder)
+    return AutoModelForSequenceClassification.from_pretrained(folder, num_labels=2)
+
+
+@pytest.fixture
+def spoken(tmp_path):
+    """A classifier whose checkpoint is a masked language model, sure of one token; its probe."""
+    tokenizer, speaker = tokenizers_zoo.build("bert"), models.build("bert-mlm")
+    token = ranked_payload_ids(tokenizer, speaker.config.vocab_size)[3]
+    with torch.no_grad():
+        speaker.get_output_embeddings().bias[token] = 100.0
+    model = classifier_from(speaker, tmp_path)
+    return build_probe(ProbeOptions("sampled", max_length=12), model, tokenizer), token
+
+
+def test_the_checkpoint_speaks_for_a_classifier(spoken):
+    probe, token = spoken
+    batch = first_batch(probe)
+    assert set(batch["labels"].tolist()) == {0, 1}
+    payload = batch["attention_mask"].sum(1) - probe.template.num_fixed
+    assert torch.equal((batch["input_ids"] == token).sum(1), payload)
+
+
+def test_a_checkpoint_speaks_once_for_all_refreshes(spoken, monkeypatch):
+    probe, _ = spoken
+    monkeypatch.setattr(AutoModelForMaskedLM, "from_pretrained", None)
+    one, two = first_batch(probe, seed=1), first_batch(probe, seed=2)
+    assert one["input_ids"].shape[0] == two["input_ids"].shape[0]
+    assert not torch.equal(one["labels"], two["labels"])
+
+
+def test_what_a_checkpoint_says_does_not_depend_on_global_randomness(tmp_path):
+    model = classifier_from(models.build("bert-mlm"), tmp_path)
+    said = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        state = torch.get_rng_state()
+        options = ProbeOptions("sampled", max_length=12)
+        said.append(build_probe(options, model, tokenizers_zoo.build("bert")).said)
+        assert torch.equal(state, torch.get_rng_state())
+    assert said[0] == said[1]
+    assert len(set(said[0])) > 1
+
+
+def test_a_checkpoint_without_a_language_model_head_is_refused(tmp_path):
+    model = classifier_from(models.build("bert").base_model, tmp_path)
+    with pytest.raises(ProbeError, match="neither has one"):
+        build_probe(ProbeOptions("sampled"), model, tokenizers_zoo.build("bert"))
