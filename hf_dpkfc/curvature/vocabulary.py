@@ -14,7 +14,13 @@ from typing import Any
 
 from hf_dpkfc.errors import ProbeError
 
-_PLACEHOLDER = re.compile(r"unused|reserved|extra_id|madeupword", re.IGNORECASE)
+# Also the special tokens of a vocabulary that this one was made from: MPNet's holds BERT's as
+# ordinary tokens, with the lowest ids.
+_PLACEHOLDER = re.compile(
+    r"unused|reserved|extra_id|madeupword"
+    r"|^\[(pad|unk|cls|sep|mask|bos|eos)\]$|^</?(s|pad|unk|cls|sep|mask|bos|eos)>$|^<\|.*\|>$",
+    re.IGNORECASE,
+)
 _BYTE = re.compile(r"^<0x[0-9A-Fa-f]{2}>$")
 _WORD_START = "▁Ġ"
 

@@ -7,7 +7,9 @@ import models
 import pytest
 import tokenizers_zoo
 import torch
-from transformers import BertConfig, BertForTokenClassification
+from tokenizers import Tokenizer
+from tokenizers.models import WordPiece
+from transformers import BertConfig, BertForTokenClassification, PreTrainedTokenizerFast
 
 from hf_dpkfc.curvature.labels import LabelSpace
 from hf_dpkfc.curvature.probes import (
@@ -59,6 +61,15 @@ def test_special_added_and_unused_tokens_are_never_payload(name):
     forbidden = set(tokenizer.all_special_ids) | set(tokenizer.get_added_vocab().values())
     unused = {i for token, i in tokenizer.get_vocab().items() if "unused" in token}
     assert not (forbidden | unused) & set(ranked_payload_ids(tokenizer))
+
+
+@pytest.mark.parametrize("leftover", ["[PAD]", "[MASK]", "<s>", "</s>", "<|endoftext|>"])
+def test_special_tokens_of_a_parent_vocabulary_are_never_payload(leftover):
+    """MPNet's vocabulary was made from BERT's and holds its special tokens as ordinary ones."""
+    words = {leftover: 0, "<unk>": 1, "the": 2, "<b>": 3, "[sic]": 4}
+    backend = Tokenizer(WordPiece(words, unk_token="<unk>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+    assert ranked_payload_ids(tokenizer) == [2, 3, 4]
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
