@@ -35,13 +35,13 @@ from methods import METHODS, Setting
 from task import (
     CARDS,
     RESULTS,
-    TRIAL_SEED,
     Task,
     best_of,
     final_path,
     options_of,
     run_final,
     run_trial,
+    trial_settings,
     tuning_path,
     write_json,
 )
@@ -131,7 +131,7 @@ class Comparison:
         if not path.exists():
             return []
         tuning = json.loads(path.read_text())
-        if tuning["settings"] != self._trial_settings():
+        if tuning["settings"] != trial_settings(self.task):
             return []
         grid = self.task.grid(arm.method)
         return [trial for trial in tuning["trials"] if _setting_of(trial) in grid]
@@ -156,7 +156,7 @@ class Comparison:
                 "task": self.task.name,
                 "method": arm.method,
                 "epsilon": arm.epsilon,
-                "settings": self._trial_settings(),
+                "settings": trial_settings(self.task),
                 "command": self._command(arm),
                 "trials": sorted(
                     [*self.trials_of(arm), trial], key=lambda t: order[_setting_of(t)]
@@ -181,15 +181,6 @@ class Comparison:
 
     def _command(self, arm: Arm) -> str:
         return f"{self.recipe.command} --methods {arm.method} --epsilons {arm.epsilon:g}"
-
-    def _trial_settings(self) -> dict[str, Any]:
-        trials = self.task.trials
-        return {
-            "records": trials.num_records,
-            "steps": trials.num_steps,
-            "seed": TRIAL_SEED,
-            "schedule": trials.schedule,
-        }
 
 
 def _setting_of(trial: dict[str, Any]) -> Setting:

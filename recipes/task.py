@@ -51,8 +51,8 @@ class Trials:
 
     @property
     def schedule(self) -> str:
-        """Of the learning rate: a whole trial's is the full run's."""
-        return "constant" if self.num_steps else "linear"
+        """Of the learning rate; a whole trial's is the full run's."""
+        return "constant" if self.num_steps else "as the full run"
 
 
 WHOLE = Trials(None, None)
@@ -131,6 +131,18 @@ def _plan(epsilon: float, clip_norm: float, batch: int, size: int, epochs: int) 
     )
 
 
+def trial_settings(task: Task) -> dict[str, Any]:
+    """What a task's trials are like: trials with other settings can't be compared."""
+    whole = {"epochs": task.epochs, "of_records": len(task.train)} if task.trials == WHOLE else {}
+    return {
+        "records": task.trials.num_records,
+        "steps": task.trials.num_steps,
+        "seed": TRIAL_SEED,
+        "schedule": task.trials.schedule,
+        **whole,
+    }
+
+
 def run_trial(
     task: Task, method: str, epsilon: float, setting: Setting, seed: int = TRIAL_SEED
 ) -> dict[str, Any]:
@@ -140,7 +152,7 @@ def run_trial(
     trainer_options = {
         "noise_multiplier": plan.noise_multiplier,
         "max_steps": task.trials.num_steps or plan.steps,
-        "lr_scheduler_type": task.trials.schedule,
+        **({"lr_scheduler_type": task.trials.schedule} if task.trials.num_steps else {}),
     }
     with tempfile.TemporaryDirectory() as scratch:
         subset = Subset(task.train, range(size))
