@@ -87,7 +87,8 @@ class DPKFCConfig(TrainingArguments):
     rank: int | None = _option(64, "Eigendirections kept per factor; null (None) is exact.")
     max_factor_dim: int = _option(4096, "Wider factors fall back to low rank, with a note.")
     layer_balance: float = _option(
-        1.0, "How layers share the clip norm: 1 as their raw gradients do, 0 equally."
+        1.0,
+        "How preconditioned layers share the clip norm: 1 as their raw gradients do, 0 equally.",
     )
     pink_alpha: float = _option(1.0, "Pink noise: amplitude falls as frequency^-pink_alpha.")
     zipf_exponent: float = _option(1.0, "Token probes: probability falls as rank^-zipf_exponent.")
@@ -227,7 +228,6 @@ class DPKFCConfig(TrainingArguments):
             "probe_min_length": self.probe_min_length is None or self.probe_min_length >= 1,
             "probe_max_length": self.probe_max_length is None or self.probe_max_length >= 1,
             "damping": _positive(self.damping),
-            "layer_balance": 0 <= self.layer_balance <= 1,
             "diagnostics_steps": self.diagnostics_steps is None or self.diagnostics_steps >= 1,
             "per_device_train_batch_size": self.per_device_train_batch_size >= 1,
             "gradient_accumulation_steps": self.gradient_accumulation_steps >= 1,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_dpkfc.curvature.probes import PinkNoiseProbe, Probe, ZipfTokenProbe
+from hf_dpkfc.curvature.sampled import CheckpointTokenProbe
 from hf_dpkfc.errors import LedgerError
 from hf_dpkfc.privacy.accounting import composed_epsilon
 from hf_dpkfc.privacy.plan import PrivacyPlan
@@ -43,7 +44,8 @@ def exponent_of(probe: Probe | None) -> str | None:
     """The option that α is for this probe."""
     if isinstance(probe, PinkNoiseProbe):
         return "pink_alpha"
-    return "zipf_exponent" if isinstance(probe, ZipfTokenProbe) else None
+    is_fixed = isinstance(probe, CheckpointTokenProbe)  # its sequences were said before training
+    return "zipf_exponent" if isinstance(probe, ZipfTokenProbe) and not is_fixed else None
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """What each option of the geometry is worth: one at a time around the defaults, Synthetic DP-KFC.
 
-Every variant gets the same short trials as tuning does (task.py), with several seeds, on validation
+Every variant gets the same trials as tuning does (task.py), with several seeds, on validation
 records, at the learning rate and clip norm that tuning chose for the defaults: so a variant that
 would want another rate is at a disadvantage, and only clear differences mean anything. Variants
 that were measured with the same trials before are kept.
@@ -42,7 +42,7 @@ def title_of(variant: Mapping[str, Any]) -> str:
 
 
 def work(recipe: Recipe, epsilon: float, variant: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """One short trial with other options."""
+    """One trial with other options."""
     task = recipe.task()
     varied = replace(task, options={**task.options, **variant})
     return run_trial(varied, "synthetic", epsilon, tuned_setting(task, "synthetic", epsilon), seed)
@@ -64,8 +64,8 @@ def markdown(rows: Mapping[str, Sequence[float]], caption: str) -> str:
 def known_rows(path: Path, conditions: Mapping[str, Any]) -> dict[str, list[float]]:
     """What was measured under the same conditions before."""
     found = json.loads(path.read_text()) if path.exists() else {}
-    is_same = all(found.get(name) == value for name, value in conditions.items())
-    return found["accuracies"] if is_same else {}
+    is_same = all(found.get(name, value) == value for name, value in conditions.items())
+    return found.get("accuracies", {}) if is_same else {}
 
 
 def measure(
@@ -106,7 +106,9 @@ def main() -> None:
     command = f"python recipes/ablation.py {recipe.shown} --epsilon {epsilon:g}"
     conditions = {
         "command": f"{command} --seeds {options.seeds}",
+        "task_title": task.title,
         "trials": {"records": task.trials.num_records, "steps": task.trials.num_steps},
+        "schedule": task.trials.schedule,
         **tuned_setting(task, "synthetic", epsilon)._asdict(),
     }
     path = RESULTS / "ablation" / f"{task.name}_eps{epsilon:g}.json"
@@ -117,7 +119,8 @@ def main() -> None:
     write_json(path, {**conditions, "accuracies": rows})
     caption = (
         f"{task.title}: {METHODS['synthetic'].title}, ε = {epsilon:g}, trials of "
-        f"{task.trials.num_steps} steps, {options.seeds} seeds (`{conditions['command']}`)."
+        f"{task.trials.num_steps or 'as many'} steps, {options.seeds} seeds "
+        f"(`{conditions['command']}`)."
     )
     table = markdown(rows, caption)
     path.with_suffix(".md").write_text(table)

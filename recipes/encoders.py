@@ -249,9 +249,10 @@ def builder(checkpoint: str, num_labels: int, mode: str) -> Callable[[], PreTrai
     encoder = AutoModel.from_pretrained(checkpoint, num_hidden_layers=num_layers - num_adapted)
 
     def on_frozen() -> PreTrainedModel:
-        trained = UpperLayers(full(), num_adapted) if num_adapted else None
-        head = trained or Head(encoder.config, num_labels)
-        return FrozenForSequenceClassification(encoder, head, num_labels)
+        trained = (
+            UpperLayers(full(), num_adapted) if mode == "lora" else Head(encoder.config, num_labels)
+        )
+        return FrozenForSequenceClassification(encoder, trained, num_labels)
 
     return on_frozen
 

@@ -41,8 +41,9 @@ SHORT_TRIALS: Mapping[str, tuple[Setting, ...]] = {
     "adamw": _adam_grid([3e-4, 1e-3, 3e-3], [0.1, 1.0]),
     "adambc": _adam_grid([1e-3, 3e-3, 1e-2], [0.03, 0.1]),
 }
-# Half the points, so that each trial can be as long as the full run. C is the library's default:
-# most gradients of a transformer are longer, and where all are, Adam's step doesn't depend on C.
+# Half the points, so that each trial can be as long as the full run. Adam's C is the library's
+# default: most gradients of a transformer are longer, and where all are, its step doesn't depend on
+# C. AdamBC's is the lower one of its two above.
 WHOLE_TRIALS: Mapping[str, tuple[Setting, ...]] = {
     "sgd": _sgd_grid([0.05, 0.15, 0.5], [1.0]),
     "adamw": _adam_grid([3e-4, 1e-3, 3e-3], [1.0]),

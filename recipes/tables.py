@@ -176,7 +176,9 @@ def not_run_here(results: Path = RESULTS) -> str:
     """What is wanted and has no results here, each with the command that makes it."""
     lines = ["| task | ε | test accuracy | command |", "|---|---|---|---|"]
     for folder, subject, command, epsilons in WANTED:
-        missing = [e for e in epsilons if not any((results / folder).glob(f"*_eps{e:g}_seed*"))]
+        missing = [
+            e for e in epsilons if not any((results / folder).glob(f"*_eps{e:g}_seed*.json"))
+        ]
         if missing:
             shown = " ".join(f"{epsilon:g}" for epsilon in missing)
             call = f"`python recipes/compare.py {command} --epsilons {shown}`"

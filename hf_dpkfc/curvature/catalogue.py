@@ -22,7 +22,7 @@ from hf_dpkfc.curvature.structured import StructuredTokenProbe
 from hf_dpkfc.errors import ConfigurationError, ProbeError, UnsupportedTaskError
 from hf_dpkfc.losses import unwrapped
 
-# These read the checkpoint's weights to choose their tokens: the card says so.
+# These read the weights of the model or of its checkpoint to choose their tokens: the card says so.
 CHECKPOINT_PROBES = ("structured", "sampled")
 TOKEN_PROBES = ("zipf", "uniform", *CHECKPOINT_PROBES)
 IMAGE_PROBES = ("pink", "white")
@@ -36,7 +36,7 @@ class ProbeOptions:
 
     Attributes:
         name: One of :data:`PROBES`; "auto" is Zipf for text and pink noise for images. "structured"
-            and "sampled" read the model's weights, see :data:`CHECKPOINT_PROBES`.
+            and "sampled" read weights, see :data:`CHECKPOINT_PROBES`.
         min_length: Shortest token sequence; None for the shortest possible.
         max_length: Longest token sequence; None for the model's and tokenizer's limit.
         pink_alpha: Amplitude falls as frequency^-pink_alpha.
@@ -91,7 +91,7 @@ def build_probe(
         }
         if name == "uniform":
             return UniformTokenProbe.for_model(model, tokenizer, **lengths)
-        kind = _ZIPF_PROBES[name](model)
+        kind = sampled_probe_for(model) if name == "sampled" else _ZIPF_PROBES[name]
         return kind.for_model(model, tokenizer, exponent=options.zipf_exponent, **lengths)
     image_processor = getattr(processor, "image_processor", processor)
     if name == "white":
@@ -99,10 +99,9 @@ def build_probe(
     return PinkNoiseProbe.for_model(model, image_processor, alpha=options.pink_alpha)
 
 
-_ZIPF_PROBES: dict[str, Callable[[nn.Module], type[ZipfTokenProbe]]] = {
-    "zipf": lambda _: ZipfTokenProbe,
-    "structured": lambda _: StructuredTokenProbe,
-    "sampled": sampled_probe_for,
+_ZIPF_PROBES: dict[str, type[ZipfTokenProbe]] = {
+    "zipf": ZipfTokenProbe,
+    "structured": StructuredTokenProbe,
 }
 
 

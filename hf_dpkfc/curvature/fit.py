@@ -44,7 +44,8 @@ class CurvatureOptions:
         damping: Added to the factors, relative to their mean eigenvalue.
         rank: Eigendirections kept per factor; None is exact.
         max_factor_dim: Wider factors fall back to low rank, with a note.
-        layer_balance: How layers share the clip norm: 1 as their raw gradients do, 0 equally.
+        layer_balance: How preconditioned layers share the clip norm: 1 as their raw gradients do,
+            0 equally.
         labels: "uniform", or "model" for labels from the model's own predictions.
         num_batches: Probe batches per fit.
         batch_size: Probes per batch.
@@ -70,6 +71,12 @@ class CurvatureOptions:
                 why="a factor has directions without any signal, and their inverse root needs a "
                 "positive floor.",
                 way_out="choose damping > 0; 1.0 adds the factor's mean eigenvalue.",
+            )
+        if not 0 <= self.layer_balance <= 1:
+            raise ConfigurationError(
+                f"layer_balance={self.layer_balance}.",
+                why="it goes from equal shares of the clip norm to those of the raw gradients.",
+                way_out="choose 0 ≤ layer_balance ≤ 1; 1.0 is the default.",
             )
         for name in ("rank", "max_factor_dim", "num_batches", "batch_size"):
             value = getattr(self, name)
@@ -412,7 +419,8 @@ def _balanced(maps: Mapping[str, LinearMap], passes: _Passes) -> dict[str, Linea
     """Each map scaled so that its layer has its share of the probe gradients' mean squared norm.
 
     Without this a layer's share in the common clip norm would depend on the arbitrary scale of
-    its root. All layers together keep their mean squared norm.
+    its root. Together they keep their mean squared norm; a layer that keeps the identity keeps its
+    own.
     """
     sizes = _sizes(maps, passes)
     total = sum(before for before, _ in sizes.values())
@@ -425,10 +433,11 @@ def _balanced(maps: Mapping[str, LinearMap], passes: _Passes) -> dict[str, Linea
 def _sizes(maps: Mapping[str, LinearMap], passes: _Passes) -> dict[str, tuple[float, float]]:
     """Mean squared norms of a block's probe gradients, raw and mapped, where there are any."""
     captured = passes.for_balance()
+    mapped = {name for name, linear in maps.items() if not isinstance(linear, ScalarMap)}
     moved = Preconditioner(maps).to(passes.device, passes.dtype)
     sizes = {}
     for block in passes.table:
-        gradient = captured.gradient(block) if block.name in maps else None
+        gradient = captured.gradient(block) if block.name in mapped else None
         if gradient is None:
             continue
         grams: GramCache = {}

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
 )
@@ -34,6 +35,11 @@ GIBBS_PARTS = 2
 # one training step of 256 examples.
 NUM_SAID, SAID_AT_ONCE = 320, 64
 SPEAKING = (Task.CAUSAL_LM, Task.MASKED_LM)
+HEADS = {
+    AutoModelForMaskedLM: MODEL_FOR_MASKED_LM_MAPPING,
+    AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
+}
+PRETRAINED = ("LM", "Model", "ForPreTraining")  # how classes of pre-trained checkpoints end
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,7 @@ class SampledTokenProbe(ZipfTokenProbe):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.labels.task not in SPEAKING:
-            raise _speechless(f"a head for {self.labels.task}", "this model has none")
+            raise _speechless(f"a head for {self.labels.task}")
         if self.labels.task is Task.MASKED_LM and self.template.mask_id is None:
             raise ProbeError(
                 "probe='sampled' with a masked language model whose tokenizer has no mask token.",
@@ -71,8 +77,10 @@ class SampledTokenProbe(ZipfTokenProbe):
     def said(self, count: int, generator: torch.Generator) -> tuple[tuple[int, ...], ...]:
         """Payloads of the greatest length."""
         draw, size = self._drawer(), self.max_length - self.template.num_fixed
-        parts = torch.ones(count).split(SAID_AT_ONCE)
-        return tuple(tuple(row) for p in parts for row in draw([size] * len(p), generator))
+        sizes = [size] * count
+        starts = range(0, count, SAID_AT_ONCE)
+        parts = (draw(sizes[at : at + SAID_AT_ONCE], generator) for at in starts)
+        return tuple(tuple(row) for part in parts for row in part)
 
     def _drawer(self) -> PayloadDrawer:
         zipf = super()._drawer()
@@ -169,31 +177,44 @@ def language_model_behind(model: nn.Module) -> nn.Module:
     """The model's checkpoint, frozen, with the language-model head that it was pre-trained with.
 
     Raises:
-        ProbeError: If there is no checkpoint, or it holds no such head.
+        ProbeError: If there is no checkpoint, it can't be read, or it holds no such head.
     """
     config: Any = unwrapped(model).config
-    source = {
-        "pretrained_model_name_or_path": config._name_or_path,
-        "revision": getattr(config, "_commit_hash", None) or "main",
-    }
-    heads = {
-        AutoModelForMaskedLM: MODEL_FOR_MASKED_LM_MAPPING,
-        AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
-    }
-    for head in [
-        h for h, configs in heads.items() if config._name_or_path and type(config) in configs
-    ]:
-        with torch.random.fork_rng():
-            speaker, info = head.from_pretrained(**source, output_loading_info=True)
-        if not info["missing_keys"]:
-            return speaker.to(next(model.parameters()).device).requires_grad_(False)
-    name = config._name_or_path or "no checkpoint behind it"
-    raise _speechless(f"a head for {task_of(model)} and {name}", "neither has one")
+    name = config._name_or_path
+    if not name:
+        raise _speechless(f"a head for {task_of(model)} and no checkpoint behind it")
+    try:
+        revision = getattr(config, "_commit_hash", None) or "main"
+        speaker = _with_language_model_head(name, revision)
+    except OSError as error:
+        raise _speechless(f"the checkpoint {name}, which can't be read ({error})") from error
+    if speaker is None:
+        raise _speechless(f"the checkpoint {name}")
+    return speaker.to(next(model.parameters()).device).requires_grad_(False)
 
 
-def _speechless(what: str, who: str) -> ProbeError:
+def _with_language_model_head(name: str, revision: str) -> Any:
+    """A checkpoint under its own language-model head; None where its weights hold none.
+
+    A checkpoint that was saved with another head has been trained on something since.
+    """
+    config = AutoConfig.from_pretrained(name, revision=revision)
+    is_pretrained = all(a.endswith(PRETRAINED) for a in config.architectures or ())
+    for head, configs in HEADS.items():
+        if is_pretrained and not config.is_encoder_decoder and type(config) in configs:
+            with torch.random.fork_rng(devices=[]):  # a missing head would be drawn at random
+                speaker, info = head.from_pretrained(
+                    name, revision=revision, output_loading_info=True
+                )
+            if not info["missing_keys"]:
+                return speaker
+    return None
+
+
+def _speechless(what: str) -> ProbeError:
     return ProbeError(
         f"probe='sampled' with {what}.",
-        why=f"sequences are drawn from a language-model head, and {who}.",
-        way_out="choose probe='auto'.",
+        why="sequences are drawn from a language-model head, and there is none.",
+        way_out="load the model from a checkpoint that was pre-trained as a language model, or "
+        "choose probe='auto'.",
     )

@@ -17,7 +17,7 @@ from torch import nn
 
 from hf_dpkfc.curvature.fit import CurvatureOptions, estimate_factors
 from hf_dpkfc.curvature.preconditioner import Preconditioner
-from hf_dpkfc.curvature.probes import PinkNoiseProbe, Probe, ZipfTokenProbe
+from hf_dpkfc.curvature.probes import PinkNoiseProbe, Probe, UniformTokenProbe, ZipfTokenProbe
 from hf_dpkfc.diagnostics.alignment import Agreement, align
 from hf_dpkfc.diagnostics.signal import probe_signals
 from hf_dpkfc.diagnostics.spectra import LayerSpectra, Spectrum, layer_spectra, thinned
@@ -125,7 +125,8 @@ def contrast_of(probe: Probe) -> dict[str, Probe]:
     if isinstance(probe, PinkNoiseProbe) and probe.alpha != 0:
         return {"white noise": dataclasses.replace(probe, alpha=0.0)}
     if isinstance(probe, ZipfTokenProbe) and probe.exponent != 0:
-        return {"uniform tokens": dataclasses.replace(probe, exponent=0.0)}
+        own = (probe.template, probe.payload_ids, probe.labels, probe.min_length, probe.max_length)
+        return {"uniform tokens": UniformTokenProbe(*own)}
     return {}
 
 

@@ -352,8 +352,8 @@ def _geometry(geometry: dict[str, Any]) -> str:
     )
     if geometry["probe"] in CHECKPOINT_PROBES:
         source += (
-            "; the probes' tokens were chosen with the model's own weights, at step 0 those of the "
-            "pre-trained checkpoint, which is public"
+            "; the probes' tokens were chosen with weights, at step 0 those of the pre-trained "
+            "checkpoint, which is public"
         )
     return f"{geometry['kind']} with probe '{geometry['probe']}', {source}"
 

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
 import models
+import peft
 import pytest
 import tokenizers_zoo
 import torch
@@ -15,8 +17,10 @@ from hf_dpkfc.curvature.labels import LabelSpace
 from hf_dpkfc.curvature.probes import SequenceTemplate
 from hf_dpkfc.curvature.sampled import SampledTokenProbe
 from hf_dpkfc.curvature.vocabulary import ranked_payload_ids
+from hf_dpkfc.diagnostics.record import contrast_of
 from hf_dpkfc.errors import ProbeError
 from hf_dpkfc.losses import Task
+from hf_dpkfc.tuning import exponent_of
 
 WITH_MASK = ("bert", "roberta")
 
@@ -141,8 +145,11 @@ def test_a_causal_sample_follows_the_heads_distribution():
 
 
 def test_a_model_without_head_or_checkpoint_is_refused():
+    model, tokenizer = models.build("bert"), tokenizers_zoo.build("bert")
     with pytest.raises(ProbeError, match="no checkpoint behind it"):
-        build_probe(ProbeOptions("sampled"), models.build("bert"), tokenizers_zoo.build("bert"))
+        build_probe(ProbeOptions("sampled"), model, tokenizer)
+    with pytest.raises(ProbeError, match="a head for single_label"):
+        SampledTokenProbe.for_model(model, tokenizer)
 
 
 def test_a_masked_model_without_a_mask_token_is_refused():
@@ -150,6 +157,10 @@ def test_a_masked_model_without_a_mask_token_is_refused():
         SampledTokenProbe.for_model(
             models.build("bert-mlm"), tokenizers_zoo.build("t5"), max_length=12
         )
+
+
+def with_adapters(model):
+    return peft.get_peft_model(model, peft.LoraConfig(task_type="SEQ_CLS", r=2))
 
 
 def classifier_from(checkpoint, folder):
@@ -179,25 +190,51 @@ def test_the_checkpoint_speaks_for_a_classifier(spoken):
 def test_a_checkpoint_speaks_once_for_all_refreshes(spoken, monkeypatch):
     probe, _ = spoken
     monkeypatch.setattr(AutoModelForMaskedLM, "from_pretrained", None)
-    one, two = first_batch(probe, seed=1), first_batch(probe, seed=2)
-    assert one["input_ids"].shape[0] == two["input_ids"].shape[0]
-    assert not torch.equal(one["labels"], two["labels"])
+    beginnings = {row[:size] for row in probe.said for size in range(1, len(row) + 1)}
+    for seed in (1, 2):
+        batch = first_batch(probe, seed=seed)
+        for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
+            assert tuple(ids[mask.bool()][1:-1].tolist()) in beginnings
 
 
-def test_what_a_checkpoint_says_does_not_depend_on_global_randomness(tmp_path):
-    model = classifier_from(models.build("bert-mlm"), tmp_path)
+@pytest.mark.parametrize("wrap", [lambda m: m, with_adapters], ids=["plain", "peft"])
+@pytest.mark.parametrize("name", ["bert-mlm", "gpt2"])
+def test_what_a_checkpoint_says_does_not_depend_on_global_randomness(tmp_path, name, wrap):
+    model = wrap(classifier_from(models.build(name), tmp_path))
     said = []
     for seed in (0, 1):
         torch.manual_seed(seed)
-        state = torch.get_rng_state()
         options = ProbeOptions("sampled", max_length=12)
         said.append(build_probe(options, model, tokenizers_zoo.build("bert")).said)
-        assert torch.equal(state, torch.get_rng_state())
     assert said[0] == said[1]
     assert len(set(said[0])) > 1
 
 
 def test_a_checkpoint_without_a_language_model_head_is_refused(tmp_path):
     model = classifier_from(models.build("bert").base_model, tmp_path)
-    with pytest.raises(ProbeError, match="neither has one"):
+    state = torch.get_rng_state()
+    with pytest.raises(ProbeError, match="there is none"):
         build_probe(ProbeOptions("sampled"), model, tokenizers_zoo.build("bert"))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_a_checkpoint_that_was_trained_since_is_refused(tmp_path):
+    """Its head is tied to its embedding, so no weight would be missing."""
+    trained = classifier_from(models.build("gpt2"), tmp_path / "pretrained")
+    model = classifier_from(trained, tmp_path / "trained")
+    with pytest.raises(ProbeError, match="pre-trained as a language model"):
+        build_probe(ProbeOptions("sampled"), model, tokenizers_zoo.build("bert"))
+
+
+def test_a_checkpoint_that_is_gone_is_named(tmp_path):
+    model = classifier_from(models.build("bert-mlm"), tmp_path / "there")
+    shutil.rmtree(tmp_path / "there")
+    with pytest.raises(ProbeError, match=r"there, which can't be read"):
+        build_probe(ProbeOptions("sampled"), model, tokenizers_zoo.build("bert"))
+
+
+def test_the_contrast_of_a_checkpoints_words_is_uniform(spoken):
+    probe, token = spoken
+    (contrast,) = contrast_of(probe).values()
+    assert (first_batch(contrast)["input_ids"] != token).any()
+    assert exponent_of(probe) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import os
@@ -139,19 +140,38 @@ class _Asked(Exception):
     """Instead of training: what was asked for."""
 
 
-def test_a_trial_is_like_the_beginning_of_the_full_run(monkeypatch):
-    """Its σ and its rate are the full run's; annealed in a trial, rates come out too high."""
+def asked_of_a_trial(monkeypatch, counted, setting):
+    """What a trial asks its trainer for: options, and the number of records."""
 
     def trainer(task, method, setting, seed, train, trainer_options, scratch):
-        raise _Asked(trainer_options)
+        raise _Asked(trainer_options, len(train))
 
     monkeypatch.setattr(task, "_trainer", trainer)
-    counted, setting = CountedRecipe().task(), Setting(0.1, 1.0)
     with pytest.raises(_Asked) as asked:
         task.run_trial(counted, "none", 1.0, setting)
+    return asked.value.args
+
+
+def test_a_trial_is_like_the_beginning_of_the_full_run(monkeypatch):
+    """Its σ and its rate are the full run's; annealed in a trial, rates come out too high."""
+    counted, setting = CountedRecipe().task(), Setting(0.1, 1.0)
     sigma = counted.plan(1.0, setting).noise_multiplier
     expected = {"noise_multiplier": sigma, "max_steps": 1, "lr_scheduler_type": "constant"}
-    assert asked.value.args[0] == expected
+    assert asked_of_a_trial(monkeypatch, counted, setting)[0] == expected
+
+
+def test_a_whole_trial_is_like_the_full_run(monkeypatch):
+    setting = Setting(0.1, 1.0)
+    counted = dataclasses.replace(CountedRecipe().task(), trials=task.WHOLE)
+    plan = counted.plan(1.0, setting)
+    expected = {"noise_multiplier": plan.noise_multiplier, "max_steps": plan.steps}
+    assert asked_of_a_trial(monkeypatch, counted, setting) == (expected, len(counted.train))
+
+
+def test_whole_trials_of_another_length_are_other_trials():
+    whole = dataclasses.replace(CountedRecipe().task(), trials=task.WHOLE)
+    longer = dataclasses.replace(whole, epochs=whole.epochs + 1)
+    assert task.trial_settings(whole) != task.trial_settings(longer)
 
 
 def test_trials_of_another_length_are_not_mixed_in(tmp_path):
