@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import json
 import os
@@ -162,15 +161,15 @@ def test_a_trial_is_like_the_beginning_of_the_full_run(monkeypatch):
 
 def test_a_whole_trial_is_like_the_full_run(monkeypatch):
     setting = Setting(0.1, 1.0)
-    counted = dataclasses.replace(CountedRecipe().task(), trials=task.WHOLE)
+    counted = replace(CountedRecipe().task(), trials=task.WHOLE)
     plan = counted.plan(1.0, setting)
     expected = {"noise_multiplier": plan.noise_multiplier, "max_steps": plan.steps}
     assert asked_of_a_trial(monkeypatch, counted, setting) == (expected, len(counted.train))
 
 
 def test_whole_trials_of_another_length_are_other_trials():
-    whole = dataclasses.replace(CountedRecipe().task(), trials=task.WHOLE)
-    longer = dataclasses.replace(whole, epochs=whole.epochs + 1)
+    whole = replace(CountedRecipe().task(), trials=task.WHOLE)
+    longer = replace(whole, epochs=whole.epochs + 1)
     assert task.trial_settings(whole) != task.trial_settings(longer)
 
 
