@@ -460,6 +460,11 @@ class DPKFCTrainer(Trainer):
                 "prompts are repeated for the batch behind the captured inputs.",
                 "use LoRA, or another adapter of linear layers.",
             ),
+            "A model with tuples for outputs (return_dict=False)": (
+                not getattr(getattr(model, "config", None), "return_dict", True),
+                "each example's loss is computed from the model's outputs by name.",
+                "set model.config.return_dict = True.",
+            ),
             "FSDP": (self.is_fsdp_enabled, sharded, "launch with DDP."),
             "DeepSpeed": (self.is_deepspeed_enabled, sharded, "launch with DDP."),
             "gradient checkpointing of the model": (

@@ -430,6 +430,13 @@ def test_a_model_with_gradient_checkpointing_is_refused(tmp_path, use_reentrant)
         settings.trainer(tmp_path, model)
 
 
+def test_a_model_whose_outputs_have_no_names_is_refused(tmp_path):
+    model = settings.bert()
+    model.config.return_dict = False
+    with pytest.raises(ConfigurationError, match="return_dict=False"):
+        settings.trainer(tmp_path, model)
+
+
 @pytest.mark.parametrize("name", ["is_fsdp_enabled", "is_deepspeed_enabled"])
 def test_sharding_that_a_launcher_switches_on_is_refused(tmp_path, monkeypatch, name):
     """``accelerate launch`` speaks through the environment, not through the options."""
