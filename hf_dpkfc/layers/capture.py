@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from hf_dpkfc.errors import UnsupportedLayerError
+from hf_dpkfc.errors import RecordError, UnsupportedLayerError
 from hf_dpkfc.layers.gradients import (
     DenseGradient,
     OuterGradient,
@@ -168,6 +168,11 @@ class _Recorder:
         ]
         try:
             yield
+        except (RecordError, RuntimeError) as error:
+            if self.swapped and not isinstance(error, torch.OutOfMemoryError):
+                # It failed inside a module that owns a bare parameter.
+                raise _uncopied([name for _, name, _ in self.swapped], error) from error
+            raise
         finally:
             for handle in handles:
                 handle.remove()
@@ -290,6 +295,15 @@ def _unbatched(
         f"{key} ({type(module).__name__}) gave an output of {shape} in a batch of {batch_size}.",
         why="its first dimension isn't the batch, so gradients can't be told apart by example.",
         way_out="freeze the module with requires_grad_(False).",
+    )
+
+
+def _uncopied(names: list[str], error: Exception) -> UnsupportedLayerError:
+    return UnsupportedLayerError(
+        f"The model failed while every example had its own copy of {', '.join(names)}.",
+        why=f"a gradient per example needs a copy per example ({error.__cause__ or error}).",
+        way_out="freeze the parameter with requires_grad_(False); if the model can't take these "
+        "records on its own either, mend the records.",
     )
 
 

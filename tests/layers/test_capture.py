@@ -13,7 +13,7 @@ from hf_dpkfc.errors import UnsupportedLayerError
 from hf_dpkfc.layers.capture import capture
 from hf_dpkfc.layers.gradients import OuterGradient, RowGradient
 from hf_dpkfc.layers.routes import inspect_model
-from hf_dpkfc.losses import TaskLoss, task_of
+from hf_dpkfc.losses import CustomLoss, TaskLoss, task_of
 
 
 def captured_of(model, inputs, loss=None):
@@ -87,6 +87,25 @@ def test_a_failing_forward_leaves_nothing_on_the_model():
         captured_of(model, models.inputs_for("vit"), loss=_broken_after_forward)
     assert isinstance(model.vit.embeddings.cls_token, nn.Parameter)
     assert not any(m._forward_hooks for m in model.modules())
+
+
+class ReadsOneCopy(nn.Module):
+    """A bare parameter that its owner reshapes as if there were one copy, as DINOv2 does."""
+
+    def __init__(self):
+        super().__init__()
+        self.position = nn.Parameter(torch.ones(1, 4))
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x + self.position.reshape(1, 2, 2).flatten(1))
+
+
+def test_a_bare_parameter_that_cannot_be_copied_is_named_and_records_are_not_blamed():
+    model, loss = ReadsOneCopy(), CustomLoss(lambda outputs, _: outputs.sum(1))
+    with pytest.raises(UnsupportedLayerError, match="its own copy of position"):
+        captured_of(model, {"x": torch.ones(3, 4)}, loss=loss)
+    assert isinstance(model.position, nn.Parameter)
 
 
 def _broken_after_forward(model, inputs):
