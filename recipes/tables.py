@@ -39,7 +39,7 @@ WANTED: tuple[tuple[str, str, str, tuple[float, ...]], ...] = (
                 "complaints",
                 "Consumer complaints",
                 "lora",
-                "--length 32 ",
+                "--length 32 --epochs 1 ",
                 "none public synthetic oracle",
                 (1, 3),
             ),
