@@ -9,7 +9,7 @@ need no Hub and stand under their own names.
 
 --train head (default, as in the paper) trains HF's classifier on the pooled CLS token of a frozen
 backbone; lora adds rank-8 adapters to query and value of the upper third of the layers; full trains
-everything. Batch 64 and AdamW as in the paper; batch 256 for heads on the stand-ins, which train for
+everything. Batch 64 and AdamW as in the paper; batch 256 for heads on the stand-ins, which have
 many epochs.
 
     python recipes/stackoverflow_bert.py --task tags --method synthetic --epsilon 1
