@@ -14,26 +14,16 @@ then no part of the private ones.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import images
+import own_vit
 import torch
 import torch.nn.functional as F
-from offline import CACHE
 from task import Task, Trials, main
 from torch import Tensor
-from transformers import (
-    AutoModelForImageClassification,
-    PreTrainedModel,
-    Trainer,
-    TrainingArguments,
-    ViTConfig,
-    ViTForImageClassification,
-)
+from transformers import AutoModelForImageClassification, PreTrainedModel
 
 NUM_LABELS = {"cifar100": 100, "cifar10": 10}
 NUM_VALIDATION, NUM_PUBLIC = 5_000, 20_000
@@ -54,7 +44,11 @@ def load(options: argparse.Namespace) -> Task:
     public = rows.part(0, NUM_PUBLIC) if is_own else _proxy(options)
     private = rows.part(len(rows) // 4 if options.smoke else NUM_PUBLIC) if is_own else rows
     held_out = len(private) // 10 if options.smoke else NUM_VALIDATION
-    build = _own_model(options, public) if is_own else _checkpoint(options)
+    build = (
+        own_vit.builder(f"{options.data}_vit", public, NUM_LABELS[options.data], options.smoke)
+        if is_own
+        else _checkpoint(options)
+    )
     size = build().config.image_size
     return Task(
         name=("smoke_" if options.smoke else "") + f"{options.data}_{options.train}",
@@ -115,42 +109,6 @@ def _checkpoint(options: argparse.Namespace) -> Callable[[], PreTrainedModel]:
     return lambda: AutoModelForImageClassification.from_pretrained(
         options.model, num_labels=NUM_LABELS[options.data], ignore_mismatched_sizes=True
     )
-
-
-def _own_model(options: argparse.Namespace, public: images.Images) -> Callable:
-    above = Path(tempfile.mkdtemp()) if options.smoke else CACHE.parent / "pretrained"
-    folder = above / f"{options.data}_vit"
-    if not folder.exists():
-        _pretrain(folder, public, NUM_LABELS[options.data], epochs=0.1 if options.smoke else 15)
-    return lambda: ViTForImageClassification.from_pretrained(folder)
-
-
-def _pretrain(folder: Path, public: images.Images, num_labels: int, epochs: float) -> None:
-    """Without privacy, on public images alone."""
-    config = ViTConfig(
-        image_size=32,
-        patch_size=4,
-        hidden_size=128,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        intermediate_size=256,
-        num_labels=num_labels,
-    )
-    arguments = TrainingArguments(
-        output_dir=str(folder.with_suffix(".training")),
-        per_device_train_batch_size=128,
-        num_train_epochs=epochs,
-        learning_rate=1e-3,
-        warmup_steps=100,
-        weight_decay=0.05,
-        save_strategy="no",
-        report_to="none",
-    )
-    model = ViTForImageClassification(config)
-    trainer = Trainer(model, arguments, train_dataset=public, data_collator=images.stack)
-    with contextlib.redirect_stdout(sys.stderr):  # standard output is for the result
-        trainer.train()
-    model.save_pretrained(folder)
 
 
 if __name__ == "__main__":

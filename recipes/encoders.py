@@ -175,6 +175,23 @@ def tokenized(tokenizer: Any, texts: Sequence[str], labels: Sequence[int], lengt
     return Rows({"input_ids": ids, "labels": labels})
 
 
+def tokenized_splits(data: texts.Texts, tokenizer: Any, length: int) -> dict[str, Rows]:
+    """Every split of a data set, and its public texts under label 0."""
+    splits = {
+        name: tokenized(tokenizer, *zip(*getattr(data, name), strict=True), length)
+        for name in ("train", "validation", "test")
+    }
+    return splits | {"public": tokenized(tokenizer, data.public, [0] * len(data.public), length)}
+
+
+def featurised_splits(
+    splits: Mapping[str, Rows], model: PreTrainedModel, collate: Any, cache: str | None
+) -> dict[str, Rows]:
+    """Every split with the frozen part's features."""
+    assert isinstance(model, FrozenForSequenceClassification)
+    return {name: featurised(rows, model, collate, cache) for name, rows in splits.items()}
+
+
 def featurised(
     rows: Rows, model: FrozenForSequenceClassification, collate: Any, cache: str | None
 ) -> Rows:

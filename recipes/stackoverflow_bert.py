@@ -30,12 +30,11 @@ import texts
 import torch
 from encoders import (
     Collator,
-    FrozenForSequenceClassification,
     builder,
     effective_rank,
-    featurised,
+    featurised_splits,
     tiny_checkpoint,
-    tokenized,
+    tokenized_splits,
 )
 from task import WHOLE, Task, Trials, main
 from transformers import AutoTokenizer
@@ -69,17 +68,11 @@ def load(options: argparse.Namespace) -> Task:
     checkpoint = tiny_checkpoint() if options.smoke else _checkpoint(options)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     build_model = builder(checkpoint, data.num_labels, options.train)
-    splits = {
-        name: tokenized(tokenizer, *zip(*getattr(data, name), strict=True), length)
-        for name in ("train", "validation", "test")
-    }
-    splits["public"] = tokenized(tokenizer, data.public, [0] * len(data.public), length)
     collate, measured = Collator(tokenizer), {}
+    splits = tokenized_splits(data, tokenizer, length)
     if options.train != "full":
-        frozen = build_model()
-        assert isinstance(frozen, FrozenForSequenceClassification)
         cache = None if options.smoke else options.model
-        splits = {n: featurised(rows, frozen, collate, cache) for n, rows in splits.items()}
+        splits = featurised_splits(splits, build_model(), collate, cache)
     if options.train == "head":
         features = splits["test"].columns["features"]
         measured = {"effective_rank_of_head_inputs": effective_rank(features)}
@@ -121,9 +114,7 @@ def _texts(options: argparse.Namespace) -> texts.Texts:
         return texts.made_up(num_labels=2)
     if options.data == "stackoverflow":
         return texts.stackoverflow(options.task)
-    return {"complaints": texts.complaints, "rotten_tomatoes": texts.rotten_tomatoes}[options.data](
-        options.data_dir
-    )
+    return getattr(texts, options.data)(options.data_dir)
 
 
 def _checkpoint(options: argparse.Namespace) -> str:
