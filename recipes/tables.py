@@ -51,7 +51,7 @@ WANTED: tuple[tuple[str, str, str, tuple[float, ...]], ...] = (
                 "none public synthetic oracle",
                 (3,),
             ),
-            ("rotten_tomatoes", "Rotten Tomatoes", "full", "--epochs 1 ", "none synthetic", (3,)),
+            ("rotten_tomatoes", "Rotten Tomatoes", "full", "", "none synthetic", (3,)),
         )
     ),
     (
