@@ -93,7 +93,8 @@ def load(options: argparse.Namespace) -> Task:
         "public": [(text, 0) for text in data.public],
     }
     rows = {name: _features(tokenizer, idf, split) for name, split in splits.items()}
-    measured = {"effective_rank_of_head_inputs": effective_rank(rows["test"].inputs)}
+    features = rows["test"].columns["features"]
+    measured = {"effective_rank_of_head_inputs": effective_rank(features)}
     return Task(
         name=("smoke_" if options.smoke else "") + "imdb_logreg",
         title=f"IMDB, TF-IDF with a public vocabulary, 20 epochs of {len(rows['train']):,}",
