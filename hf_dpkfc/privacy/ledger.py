@@ -27,7 +27,7 @@ VERSION = 2
 SAMPLER = "poisson"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # one per step is kept
 class Charge:
     """One release: the step it belongs to and the digest of what determined it."""
 
