@@ -132,7 +132,7 @@ def test_another_version_of_the_code_is_charged(tmp_path, monkeypatch):
     monkeypatch.setattr(engine, "CODE_VERSION", "hf-dpkfc 99")
     trainer = settings.trainer(tmp_path, **options)
     trainer.train(resume_from_checkpoint=True)
-    assert [charge.step for charge in trainer._run.ledger.charges] == [0, 1, 2, 2]
+    assert trainer._run.ledger.charged_steps == [0, 1, 2, 2]
 
 
 def interrupted(tmp_path, after=8):
@@ -276,7 +276,7 @@ def test_a_constant_changed_inside_a_loss_is_charged(tmp_path):
         ).train()
     trainer = settings.trainer(tmp_path, per_example_loss=_smoothed(0.2), **options)
     trainer.train(resume_from_checkpoint=True)
-    charged = [charge.step for charge in trainer._run.ledger.charges]
+    charged = trainer._run.ledger.charged_steps
     assert charged == [0, 1, 2, 2]
 
 
@@ -340,7 +340,7 @@ def test_another_filter_is_another_query_and_charged(tmp_path, change):
         settings.trainer(tmp_path, callbacks=[Interrupt()], **options).train()
     trainer = settings.trainer(tmp_path, **options | change)
     trainer.train(resume_from_checkpoint=True)
-    assert [charge.step for charge in trainer._run.ledger.charges] == [0, 1, 2, 2]
+    assert trainer._run.ledger.charged_steps == [0, 1, 2, 2]
 
 
 def test_a_lost_displacement_is_charged(tmp_path):
@@ -350,7 +350,7 @@ def test_a_lost_displacement_is_charged(tmp_path):
     (tmp_path / "checkpoint-2/kalman_filter.safetensors").unlink()
     trainer = settings.trainer(tmp_path, **options)
     trainer.train(resume_from_checkpoint=True)
-    assert [charge.step for charge in trainer._run.ledger.charges] == [0, 1, 2, 2]
+    assert trainer._run.ledger.charged_steps == [0, 1, 2, 2]
 
 
 def test_adambc_resumes_to_the_same_weights(tmp_path):

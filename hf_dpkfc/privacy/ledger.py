@@ -13,7 +13,6 @@ import hmac
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,14 +24,6 @@ Mac = Callable[[bytes], bytes]
 
 VERSION = 2
 SAMPLER = "poisson"
-
-
-@dataclass(frozen=True, slots=True)  # one per step is kept
-class Charge:
-    """One release: the step it belongs to and the digest of what determined it."""
-
-    step: int
-    digest: str
 
 
 class PrivacyLedger:
@@ -66,9 +57,7 @@ class PrivacyLedger:
         self.claims_privacy = claims_privacy
         self.description = dict(description or {})
         self._mac = mac
-        self._charges: list[Charge] = []
-        self._seen: set[Charge] = set()
-        self._steps: set[int] = set()
+        self._digests: dict[int, tuple[str, ...]] = {}  # by step; all that is kept of a release
         self._last_mac = ""
         self._num_lines = 0
         self._file = open(self.path, "a+b")
@@ -89,14 +78,14 @@ class PrivacyLedger:
             )
 
     @property
-    def charges(self) -> tuple[Charge, ...]:
-        """All releases, in order."""
-        return tuple(self._charges)
+    def num_releases(self) -> int:
+        """Releases charged so far: every line but the header."""
+        return self._num_lines - 1
 
     @property
-    def num_releases(self) -> int:
-        """Releases charged so far."""
-        return len(self._charges)
+    def charged_steps(self) -> list[int]:
+        """The step of every release; twice where it was charged twice."""
+        return [step for step, digests in self._digests.items() for _ in digests]
 
     @property
     def digest(self) -> str:
@@ -110,11 +99,11 @@ class PrivacyLedger:
 
     def has(self, step: int, digest: str) -> bool:
         """Whether this very release is charged already."""
-        return Charge(step, digest) in self._seen
+        return digest in self._digests.get(step, ())
 
     def has_step(self, step: int) -> bool:
         """Whether any release of this step is charged already."""
-        return step in self._steps
+        return step in self._digests
 
     def charge(self, step: int, digest: str) -> bool:
         """Charge a release before its noise is drawn; False if it is a replay, which is free.
@@ -131,7 +120,7 @@ class PrivacyLedger:
                 way_out="stop here: the model as it is carries the guarantee.",
             )
         self._write_line({"step": step, "digest": digest})
-        self._remember(Charge(step, digest))
+        self._remember(step, digest)
         return True
 
     def close(self) -> None:
@@ -144,10 +133,8 @@ class PrivacyLedger:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _remember(self, charge: Charge) -> None:
-        self._charges.append(charge)
-        self._seen.add(charge)
-        self._steps.add(charge.step)
+    def _remember(self, step: int, digest: str) -> None:
+        self._digests[step] = (*self._digests.get(step, ()), digest)
 
     def _lock(self) -> None:
         try:
@@ -199,7 +186,7 @@ class PrivacyLedger:
             if number == 0:
                 self._require_same_plan(entry)
             else:
-                self._remember(Charge(entry["step"], entry["digest"]))
+                self._remember(entry["step"], entry["digest"])
         self._num_lines = len(lines)
         self._require_head(macs)
         self._write_head()

@@ -36,7 +36,7 @@ def written(folder, count=5):
 def test_charges_survive_reopening(tmp_path):
     written(tmp_path)
     with open_ledger(tmp_path) as ledger:
-        assert [c.step for c in ledger.charges] == [0, 1, 2, 3, 4]
+        assert ledger.charged_steps == [0, 1, 2, 3, 4]
         assert ledger.epsilon_spent() == PLAN.epsilon_at(5)
 
 
