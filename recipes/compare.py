@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import tables
-from methods import METHODS, Setting
+from methods import METHODS, PAPER, Setting
 from task import (
     CARDS,
     RESULTS,
@@ -276,7 +276,7 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     result.add_argument("recipe", help="mnist_cnn, fashion_transfer, …")
-    result.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    result.add_argument("--methods", nargs="+", choices=METHODS, default=PAPER)
     result.add_argument("--epsilons", nargs="+", type=float, default=[1.0])
     result.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     result.add_argument("--jobs", type=int, default=1, help="runs at once")

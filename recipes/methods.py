@@ -89,7 +89,11 @@ METHODS: Mapping[str, Method] = {
         "Synthetic DP-KFC + DP-AdamBC",
         {"preconditioner": "kfac", "probe": "auto", "dp_optimizer": "adambc"},
     ),
+    "structured": Method(
+        "Synthetic DP-KFC (structured)", {"preconditioner": "kfac", "probe": "structured"}
+    ),
     "oracle": Method(
         "Oracle DP-KFC (ε not claimed)", {"preconditioner": "kfac", "probe": "oracle"}
     ),
 }
+PAPER = tuple(name for name in METHODS if name != "structured")  # which are for text and images

@@ -10,7 +10,8 @@ need no Hub and stand under their own names.
 --train head (default, as in the paper) trains HF's classifier on the pooled CLS token of a frozen
 backbone; lora adds rank-8 adapters to query and value of the upper third of the layers; full trains
 everything. Batch 64 and AdamW as in the paper; batch 256 for heads on the stand-ins, which have
-many epochs.
+many epochs. --head-rate gives the classifier, which starts from nothing, a rate of its own: that
+many times the rest's.
 
     python recipes/stackoverflow_bert.py --task tags --method synthetic --epsilon 1
     python recipes/stackoverflow_bert.py --data complaints --model minilm --data-dir DIR
@@ -59,6 +60,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="google-bert/bert-base-uncased", help="id or 'minilm'")
     parser.add_argument("--length", type=int, help="tokens; default 128, or 64 for stand-ins")
     parser.add_argument("--epochs", type=int, help=_EPOCHS_HELP)
+    parser.add_argument("--batch-size", type=int, help="default 64, or 256 for stand-ins' heads")
+    parser.add_argument("--head-rate", type=float, default=1.0, help="times the rest's")
 
 
 def load(options: argparse.Namespace) -> Task:
@@ -77,22 +80,25 @@ def load(options: argparse.Namespace) -> Task:
     if options.train == "head":
         features = splits["test"].columns["features"]
         measured = {"effective_rank_of_head_inputs": effective_rank(features)}
-    batch_size = 256 if options.train == "head" and not (is_paper or options.smoke) else 64
+    many_epochs = options.train == "head" and not (is_paper or options.smoke)
+    batch_size = options.batch_size or (256 if many_epochs else 64)
     subject = options.data + (f"-{options.task}" if is_paper else "")
     return Task(
         name=("smoke_" if options.smoke else "") + f"{subject}_{options.train}",
         title=f"{subject}, {options.model.split('/')[-1]}, {options.train}, T {length}, "
-        f"{epochs} epochs of {len(splits['train']):,}",
+        f"{epochs} epochs of {len(splits['train']):,}"
+        + (f", batch {batch_size}" if options.batch_size else ""),
         **splits,
         build_model=build_model,
         optimizer="adamw",
         epochs=epochs,
         batch_size=batch_size,
-        micro_batch=batch_size,
+        micro_batch=min(batch_size, 256),
         probe="Zipf",
         collator=collate,
         processor=tokenizer,
         rate_scale=RATE_SCALE[options.train],
+        head_rate=options.head_rate,
         trials=Trials(300, 1) if options.smoke else TRIALS[options.train],
         options={"probe_max_length": length, **_options_of(options)},
         measure=lambda _: measured,

@@ -78,6 +78,7 @@ class Task:
         collator: From records to model inputs.
         processor: Tokenizer or image processor.
         rate_scale: What the grid's learning rates are multiplied with, for all arms.
+        head_rate: What the classifier's rate is multiplied with besides, where AdamW trains it.
         trials: How short the trials are.
         options: Further DPKFCConfig options, the same for all arms.
         measure: Further facts about a trained model, for its JSON.
@@ -98,6 +99,7 @@ class Task:
     collator: Callable[[list[Any]], Any] | None = None
     processor: Any = None
     rate_scale: float = 1.0
+    head_rate: float = 1.0
     trials: Trials = Trials()
     options: Mapping[str, Any] = field(default_factory=dict)
     measure: Callable[[nn.Module], Mapping[str, Any]] | None = None
@@ -241,10 +243,9 @@ def _trainer(
         dataloader_pin_memory=torch.cuda.is_available(),
         **{**task.options, **arm.options, **trainer_options},
     )
-    sgd = {"lr": setting.learning_rate, "momentum": 0.9}
-    uses_sgd = arm.family(task.optimizer) == "sgd"
+    model = task.build_model()
     trainer = DPKFCTrainer(
-        model=task.build_model(),
+        model=model,
         args=config,
         train_dataset=train,
         eval_dataset=task.validation,
@@ -252,10 +253,28 @@ def _trainer(
         processing_class=task.processor,
         compute_metrics=_correct,
         public_dataset=task.public if arm.needs_public else None,
-        optimizer_cls_and_kwargs=(torch.optim.SGD, sgd) if uses_sgd else None,
+        optimizers=(_optimizer(task, arm.family(task.optimizer), model, setting), None),
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
+
+
+def _optimizer(
+    task: Task, family: str, model: nn.Module, setting: Setting
+) -> torch.optim.Optimizer | None:
+    """SGD with momentum, or AdamW whose classifier has a rate of its own; None is the trainer's."""
+    rate = setting.learning_rate
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if family == "sgd":
+        return torch.optim.SGD(trained.values(), lr=rate, momentum=0.9)
+    if task.head_rate == 1:
+        return None
+    if family != "adamw":
+        raise SystemExit(f"{family} has one rate for all parameters: leave --head-rate at 1.")
+    head = [p for name, p in trained.items() if "classifier" in name]
+    rest = [p for name, p in trained.items() if "classifier" not in name]
+    groups = [{"params": rest}, {"params": head, "lr": rate * task.head_rate}]
+    return torch.optim.AdamW(groups, lr=rate, weight_decay=0.0)
 
 
 def _correct(prediction: EvalPrediction) -> dict[str, float]:

@@ -333,3 +333,17 @@ def test_paths_of_different_runs_differ(tmp_path):
 def test_settings_are_pairs_of_rate_and_clip_norm():
     points = [point for grids in GRIDS for grid in grids.values() for point in grid]
     assert all(isinstance(point, Setting) for point in points)
+
+
+def test_a_head_may_have_a_rate_of_its_own():
+    model = torch.nn.ModuleDict(
+        {"body": torch.nn.Linear(2, 2), "classifier": torch.nn.Linear(2, 2)}
+    )
+    model["body"].bias.requires_grad_(False)
+    its = replace(CountedRecipe().task(), head_rate=10.0)
+    rest, head = task._optimizer(its, "adamw", model, Setting(0.01, 1.0)).param_groups
+    assert [id(p) for p in rest["params"]] == [id(model["body"].weight)]
+    assert [id(p) for p in head["params"]] == [id(p) for p in model["classifier"].parameters()]
+    assert (rest["lr"], head["lr"]) == (0.01, pytest.approx(0.1))
+    with pytest.raises(SystemExit, match="head-rate"):
+        task._optimizer(its, "adambc", model, Setting(0.01, 1.0))
