@@ -36,20 +36,20 @@ def _adam_grid(rates: list[float], clip_norms: list[float]) -> tuple[Setting, ..
 
 # By optimizer family. lr·C for SGD with momentum 0.9, lr for the others.
 # AdamBC's floor is absolute, so C decides how far it stands above the noise's own (σC/B)².
-SHORT_TRIALS: Mapping[str, tuple[Setting, ...]] = {
+SIX_POINTS: Mapping[str, tuple[Setting, ...]] = {
     "sgd": _sgd_grid([0.05, 0.15, 0.5], [0.25, 2.0]),
     "adamw": _adam_grid([3e-4, 1e-3, 3e-3], [0.1, 1.0]),
     "adambc": _adam_grid([1e-3, 3e-3, 1e-2], [0.03, 0.1]),
 }
-# Half the points, so that each trial can be as long as the full run. Adam's C is the library's
+# For trials as long as a full run that takes minutes. Adam's C is the library's
 # default: most gradients of a transformer are longer, and where all are, its step doesn't depend on
 # C. AdamBC's is the lower one of its two above.
-WHOLE_TRIALS: Mapping[str, tuple[Setting, ...]] = {
+THREE_POINTS: Mapping[str, tuple[Setting, ...]] = {
     "sgd": _sgd_grid([0.05, 0.15, 0.5], [1.0]),
     "adamw": _adam_grid([3e-4, 1e-3, 3e-3], [1.0]),
     "adambc": _adam_grid([1e-3, 3e-3, 1e-2], [0.03]),
 }
-GRIDS = (SHORT_TRIALS, WHOLE_TRIALS)
+GRIDS = (SIX_POINTS, THREE_POINTS)
 
 
 @dataclass(frozen=True)

@@ -37,16 +37,17 @@ from encoders import (
     tiny_checkpoint,
     tokenized_splits,
 )
-from task import WHOLE, Task, Trials, main
+from methods import SIX_POINTS, THREE_POINTS
+from task import Task, Trials, main
 from transformers import AutoTokenizer
 
 # By mode: epochs, and what the learning rates of the grid are multiplied with: on Rotten Tomatoes
 # at ε 3, DP-Adam with LoRA came to 60.2 on validation at 3e-3 and to 70.9 at 1e-2; in full, with
 # batch 256 and the head's rate ten times as high, to 69.5 at 1e-3.
 EPOCHS = {"head": 20, "lora": 2, "full": 2}
-RATE_SCALE = {"head": 100.0, "lora": 10.0, "full": 1.0}
+RATE_SCALE = {"head": 300.0, "lora": 10.0, "full": 1.0}
 MICRO_BATCH = {"head": 256, "lora": 64, "full": 32}  # small where padding costs time
-TRIALS = {"head": Trials(10_000, 200), "lora": WHOLE, "full": WHOLE}
+GRID = {"head": SIX_POINTS, "lora": THREE_POINTS, "full": THREE_POINTS}
 
 _EPOCHS_HELP = "default: 5 for stackoverflow, else by mode: " + ", ".join(
     f"{epochs} {mode}" for mode, epochs in EPOCHS.items()
@@ -100,7 +101,9 @@ def load(options: argparse.Namespace) -> Task:
         processor=tokenizer,
         rate_scale=RATE_SCALE[options.train],
         head_rate=options.head_rate,
-        trials=Trials(300, 1) if options.smoke else TRIALS[options.train],
+        trials=Trials(300, 1)
+        if options.smoke
+        else Trials(num_steps=None, grid=GRID[options.train]),
         options={"probe_max_length": length, **_options_of(options)},
         measure=lambda _: measured,
     )

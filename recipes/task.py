@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from methods import METHODS, SHORT_TRIALS, WHOLE_TRIALS, Setting
+from methods import METHODS, SIX_POINTS, Setting
 from torch import nn
 from torch.utils.data import Dataset, Subset
 from transformers import EvalPrediction, PrinterCallback, set_seed
@@ -44,18 +44,27 @@ TRIAL_SEED = 1000  # initial weights of the trials; no final run has them
 
 @dataclass(frozen=True)
 class Trials:
-    """How short the trials are; :data:`WHOLE` ones are as long as the full run."""
+    """How short the trials are, and over what.
 
-    num_records: int | None = 10_000
+    Attributes:
+        num_records: To train on.
+        num_steps: None for trials as long as the full run, on all of its records.
+        grid: Settings by optimizer family.
+    """
+
+    num_records: int = 10_000
     num_steps: int | None = 80
+    grid: Mapping[str, tuple[Setting, ...]] = field(default_factory=lambda: SIX_POINTS)
+
+    @property
+    def are_whole(self) -> bool:
+        """Whether they are as long as the full run."""
+        return self.num_steps is None
 
     @property
     def schedule(self) -> str:
         """Of the learning rate; a whole trial's is the full run's."""
-        return "constant" if self.num_steps else "as the full run"
-
-
-WHOLE = Trials(None, None)
+        return "as the full run" if self.are_whole else "constant"
 
 
 @dataclass(frozen=True)
@@ -115,8 +124,7 @@ class Task:
 
     def grid(self, method: str) -> tuple[Setting, ...]:
         """What an arm is tuned over."""
-        grids = WHOLE_TRIALS if self.trials == WHOLE else SHORT_TRIALS
-        points = grids[METHODS[method].family(self.optimizer)]
+        points = self.trials.grid[METHODS[method].family(self.optimizer)]
         return tuple(p.scaled(self.rate_scale) for p in points)
 
 
@@ -135,14 +143,11 @@ def _plan(epsilon: float, clip_norm: float, batch: int, size: int, epochs: int) 
 
 def trial_settings(task: Task) -> dict[str, Any]:
     """What a task's trials are like: trials with other settings can't be compared."""
-    whole = {"epochs": task.epochs, "of_records": len(task.train)} if task.trials == WHOLE else {}
-    return {
-        "records": task.trials.num_records,
-        "steps": task.trials.num_steps,
-        "seed": TRIAL_SEED,
-        "schedule": task.trials.schedule,
-        **whole,
-    }
+    trials = task.trials
+    facts = {"steps": trials.num_steps, "seed": TRIAL_SEED, "schedule": trials.schedule}
+    if trials.are_whole:
+        return facts | {"records": None, "epochs": task.epochs, "of_records": len(task.train)}
+    return facts | {"records": trials.num_records}
 
 
 def run_trial(
@@ -150,14 +155,14 @@ def run_trial(
 ) -> dict[str, Any]:
     """Validation accuracy of a trial with the full run's noise."""
     plan = task.plan(epsilon, setting)
-    size = min(task.trials.num_records or len(task.train), len(task.train))
+    whole, size = task.trials.are_whole, len(task.train)
     trainer_options = {
         "noise_multiplier": plan.noise_multiplier,
         "max_steps": task.trials.num_steps or plan.steps,
-        **({"lr_scheduler_type": task.trials.schedule} if task.trials.num_steps else {}),
+        **({} if whole else {"lr_scheduler_type": task.trials.schedule}),
     }
     with tempfile.TemporaryDirectory() as scratch:
-        subset = Subset(task.train, range(size))
+        subset = Subset(task.train, range(size if whole else min(task.trials.num_records, size)))
         trainer = _trainer(task, method, setting, seed, subset, trainer_options, scratch)
         trainer.train()
         return setting._asdict() | {"validation_accuracy": _accuracy(trainer, task.validation)}

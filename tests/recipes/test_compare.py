@@ -19,14 +19,14 @@ import pytest
 import tables
 import task
 import torch
-from methods import GRIDS, METHODS, SHORT_TRIALS, Setting
+from methods import GRIDS, METHODS, SIX_POINTS, Setting
 from task import Task, Trials, final_path, options_of, tuning_path
 
 from hf_dpkfc.publishing.verify import verify
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 RESULTS = RECIPES / "results"
-NUM_POINTS = len(SHORT_TRIALS["sgd"])
+NUM_POINTS = len(SIX_POINTS["sgd"])
 
 
 class CountedRecipe:
@@ -63,7 +63,7 @@ def invented(setting, accuracy):
     return setting._asdict() | {"validation_accuracy": accuracy}
 
 
-@pytest.mark.parametrize("grids", GRIDS, ids=["short", "whole"])
+@pytest.mark.parametrize("grids", GRIDS, ids=["six", "three"])
 def test_every_family_has_the_same_number_of_trials(grids):
     assert len({len(set(grid)) for grid in grids.values()}) == 1
 
@@ -161,14 +161,14 @@ def test_a_trial_is_like_the_beginning_of_the_full_run(monkeypatch):
 
 def test_a_whole_trial_is_like_the_full_run(monkeypatch):
     setting = Setting(0.1, 1.0)
-    counted = replace(CountedRecipe().task(), trials=task.WHOLE)
+    counted = replace(CountedRecipe().task(), trials=Trials(num_steps=None))
     plan = counted.plan(1.0, setting)
     expected = {"noise_multiplier": plan.noise_multiplier, "max_steps": plan.steps}
     assert asked_of_a_trial(monkeypatch, counted, setting) == (expected, len(counted.train))
 
 
 def test_whole_trials_of_another_length_are_other_trials():
-    whole = replace(CountedRecipe().task(), trials=task.WHOLE)
+    whole = replace(CountedRecipe().task(), trials=Trials(num_steps=None))
     longer = replace(whole, epochs=whole.epochs + 1)
     assert task.trial_settings(whole) != task.trial_settings(longer)
 
@@ -187,7 +187,7 @@ def test_the_best_point_on_validation_is_chosen(tmp_path):
     asked = comparison(tmp_path, methods=("none",))
     for number, (arm, setting) in enumerate(list(asked.missing_trials())):
         asked.save_trial(arm, invented(setting, 0.1 * (number == 4)))
-    assert asked.chosen(asked.arms[0]) == SHORT_TRIALS["sgd"][4]
+    assert asked.chosen(asked.arms[0]) == SIX_POINTS["sgd"][4]
 
 
 def test_an_arm_is_not_run_before_its_grid_is_complete(tmp_path):
