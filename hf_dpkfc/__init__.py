@@ -13,6 +13,7 @@ from hf_dpkfc.curvature.probes import (
 )
 from hf_dpkfc.curvature.sampled import SampledTokenProbe
 from hf_dpkfc.curvature.structured import StructuredTokenProbe
+from hf_dpkfc.curvature.words import WordTokenProbe
 from hf_dpkfc.layers.routes import inspect_model
 from hf_dpkfc.privacy.plan import PrivacyPlan
 from hf_dpkfc.trainer import DPKFCTrainer
@@ -31,6 +32,7 @@ __all__ = [
     "StructuredTokenProbe",
     "UniformTokenProbe",
     "WhiteNoiseProbe",
+    "WordTokenProbe",
     "ZipfTokenProbe",
     "estimate_factors",
     "fit_preconditioner",

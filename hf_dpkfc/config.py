@@ -92,6 +92,9 @@ class DPKFCConfig(TrainingArguments):
     )
     pink_alpha: float = _option(1.0, "Pink noise: amplitude falls as frequency^-pink_alpha.")
     zipf_exponent: float = _option(1.0, "Token probes: probability falls as rank^-zipf_exponent.")
+    probe_language: str = _option(
+        "en", "probe='words': whose words, by ISO code; a library of public frequencies has 40."
+    )
     dp_optimizer: str | None = _option(
         None,
         "What is done with the noisy mean gradient. By default it goes to the optimizer that "
@@ -182,6 +185,7 @@ class DPKFCConfig(TrainingArguments):
             self.probe_max_length,
             self.pink_alpha,
             self.zipf_exponent,
+            self.probe_language,
         )
 
     def geometry(self, probe: Any) -> Geometry:

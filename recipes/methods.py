@@ -89,11 +89,9 @@ METHODS: Mapping[str, Method] = {
         "Synthetic DP-KFC + DP-AdamBC",
         {"preconditioner": "kfac", "probe": "auto", "dp_optimizer": "adambc"},
     ),
-    "structured": Method(
-        "Synthetic DP-KFC (structured)", {"preconditioner": "kfac", "probe": "structured"}
-    ),
+    "words": Method("Synthetic DP-KFC (words)", {"preconditioner": "kfac", "probe": "words"}),
     "oracle": Method(
         "Oracle DP-KFC (ε not claimed)", {"preconditioner": "kfac", "probe": "oracle"}
     ),
 }
-PAPER = tuple(name for name in METHODS if name != "structured")  # which are for text and images
+PAPER = tuple(name for name in METHODS if name != "words")  # the others are for text and images

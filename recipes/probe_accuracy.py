@@ -150,7 +150,7 @@ def tuned(arm: Features | None, train: Features, validation: Features, plan) -> 
 def arms(backbone: nn.Module, model: nn.Module, tokenizer, train: Features) -> dict:
     """Sequences' features by arm; None is plain DP-Adam."""
     found: dict[str, Features | None] = {"none": None}
-    for name in ("uniform", "zipf", "structured"):
+    for name in ("uniform", "zipf", "structured", "words"):
         probe = build_probe(ProbeOptions(name, max_length=MAX_LENGTH), model, tokenizer)
         generator = torch.Generator().manual_seed(0)
         found[name] = extract(backbone, probe.batches(NUM_PROBES // 64, 64, generator))

@@ -318,7 +318,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="*", default=list(CHECKPOINTS), choices=CHECKPOINTS)
     parser.add_argument("--sequences", type=int, default=256, help="per source, a multiple of 64")
-    parser.add_argument("--probes", nargs="*", default=["uniform", "zipf", "structured"])
+    parser.add_argument("--probes", nargs="*", default=["uniform", "zipf", "structured", "words"])
     parser.add_argument("--render", action="store_true", help="only tables and plots")
     args = parser.parse_args()
     for name in [] if args.render else args.models:

@@ -19,12 +19,13 @@ from hf_dpkfc.curvature.probes import (
 )
 from hf_dpkfc.curvature.sampled import sampled_probe_for
 from hf_dpkfc.curvature.structured import StructuredTokenProbe
+from hf_dpkfc.curvature.words import WordTokenProbe
 from hf_dpkfc.errors import ConfigurationError, ProbeError, UnsupportedTaskError
 from hf_dpkfc.losses import unwrapped
 
 # These read the weights of the model or of its checkpoint to choose their tokens: the card says so.
 CHECKPOINT_PROBES = ("structured", "sampled")
-TOKEN_PROBES = ("zipf", "uniform", *CHECKPOINT_PROBES)
+TOKEN_PROBES = ("zipf", "uniform", "words", *CHECKPOINT_PROBES)
 IMAGE_PROBES = ("pink", "white")
 DATA_PROBES = ("public", "oracle")
 PROBES = ("auto", *TOKEN_PROBES, *IMAGE_PROBES, *DATA_PROBES)
@@ -36,11 +37,13 @@ class ProbeOptions:
 
     Attributes:
         name: One of :data:`PROBES`; "auto" is Zipf for text and pink noise for images. "structured"
-            and "sampled" read weights, see :data:`CHECKPOINT_PROBES`.
+            and "sampled" read weights, see :data:`CHECKPOINT_PROBES`; "words" reads a public list
+            of word frequencies.
         min_length: Shortest token sequence; None for the shortest possible.
         max_length: Longest token sequence; None for the model's and tokenizer's limit.
         pink_alpha: Amplitude falls as frequency^-pink_alpha.
         zipf_exponent: Probability falls as rank^-zipf_exponent.
+        language: Of "words".
     """
 
     name: str = "auto"
@@ -48,6 +51,7 @@ class ProbeOptions:
     max_length: int | None = None
     pink_alpha: float = 1.0
     zipf_exponent: float = 1.0
+    language: str = "en"
 
     def __post_init__(self) -> None:
         if self.name not in PROBES:
@@ -85,14 +89,17 @@ def build_probe(
         tokenizer = getattr(processor, "tokenizer", processor)
         if not hasattr(tokenizer, "get_vocab"):
             raise _no_processor(name, "tokenizer")
-        lengths: dict[str, Any] = {
+        shape: dict[str, Any] = {
             "min_length": options.min_length,
             "max_length": options.max_length,
         }
         if name == "uniform":
-            return UniformTokenProbe.for_model(model, tokenizer, **lengths)
+            return UniformTokenProbe.for_model(model, tokenizer, **shape)
+        shape["exponent"] = options.zipf_exponent
+        if name == "words":
+            return WordTokenProbe.for_model(model, tokenizer, language=options.language, **shape)
         kind = sampled_probe_for(model) if name == "sampled" else _ZIPF_PROBES[name]
-        return kind.for_model(model, tokenizer, exponent=options.zipf_exponent, **lengths)
+        return kind.for_model(model, tokenizer, **shape)
     image_processor = getattr(processor, "image_processor", processor)
     if name == "white":
         return WhiteNoiseProbe.for_model(model, image_processor, alpha=0.0)

@@ -355,6 +355,8 @@ def _geometry(geometry: dict[str, Any]) -> str:
             "; the probes' tokens were chosen with weights, at step 0 those of the pre-trained "
             "checkpoint, which is public"
         )
+    if geometry["probe"] == "words":
+        source += "; the probes' words were drawn by the public word frequencies of wordfreq"
     return f"{geometry['kind']} with probe '{geometry['probe']}', {source}"
 
 

@@ -241,6 +241,13 @@ def test_the_card_says_that_the_checkpoint_shaped_the_probes(probe):
     assert "which is public" not in render_card(STATEMENT, FACTS)
 
 
+def test_the_card_says_where_word_frequencies_are_from():
+    geometry = STATEMENT.preconditioner | {"probe": "words"}
+    card = render_card(dataclasses.replace(STATEMENT, preconditioner=geometry), FACTS)
+    assert "the public word frequencies of wordfreq" in card
+    assert "wordfreq" not in render_card(STATEMENT, FACTS)
+
+
 def test_rendering_twice_changes_nothing():
     once = render_card(STATEMENT, FACTS)
     assert render_card(STATEMENT, FACTS, once) == once
