@@ -55,6 +55,14 @@ FIGURES = {
     "spectrum_A": "spectrum A",
     "spectrum_G": "spectrum G",
 }
+# "long" probes all have the greatest length: for texts that are cut there, as IMDB and complaints.
+PROBES = {
+    "uniform": ProbeOptions("uniform", max_length=MAX_LENGTH),
+    "zipf": ProbeOptions("zipf", max_length=MAX_LENGTH),
+    "structured": ProbeOptions("structured", max_length=MAX_LENGTH),
+    "words": ProbeOptions("words", max_length=MAX_LENGTH),
+    "words, long": ProbeOptions("words", min_length=MAX_LENGTH, max_length=MAX_LENGTH),
+}
 # What stands in for the private text in "public": another genre, or at least another source.
 PUBLIC = {"rotten_tomatoes": "imdb", "imdb": "rotten_tomatoes", "complaints": "imdb"}
 # Below this share of what was summed into it, a factor holds only rounding error (fit.py).
@@ -219,7 +227,7 @@ def mean_over_layers(layers: dict[str, dict[str, float]]) -> dict[str, float]:
     return {key: statistics.mean(layer[key] for layer in layers.values()) for key in figures}
 
 
-def run(model_name: str, num_sequences: int, probes: list[str]) -> dict:
+def run(model_name: str, num_sequences: int) -> dict:
     """All comparisons for one checkpoint: {data set: {probe: {layer: figures}}}, and seconds."""
     checkpoint = str(CHECKPOINTS[model_name]())
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
@@ -233,8 +241,8 @@ def run(model_name: str, num_sequences: int, probes: list[str]) -> dict:
         for start in (0, num_sequences)
     )
     synthetic, seconds = {}, {}
-    for name in probes:
-        probe = build_probe(ProbeOptions(name, max_length=MAX_LENGTH), model, tokenizer)
+    for name, options in PROBES.items():
+        probe = build_probe(options, model, tokenizer)
         started = time.perf_counter()
         batches = list(
             probe.batches(num_sequences // BATCH, BATCH, torch.Generator().manual_seed(0))
@@ -318,11 +326,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="*", default=list(CHECKPOINTS), choices=CHECKPOINTS)
     parser.add_argument("--sequences", type=int, default=256, help="per source, a multiple of 64")
-    parser.add_argument("--probes", nargs="*", default=["uniform", "zipf", "structured", "words"])
     parser.add_argument("--render", action="store_true", help="only tables and plots")
     args = parser.parse_args()
     for name in [] if args.render else args.models:
-        result = run(name, args.sequences, args.probes)
+        result = run(name, args.sequences)
         save(name, result, args.sequences)
         print(table(result))
     render()
