@@ -91,9 +91,13 @@ class DPKFCConfig(TrainingArguments):
         "How preconditioned layers share the clip norm: 1 as their raw gradients do, 0 equally.",
     )
     pink_alpha: float = _option(1.0, "Pink noise: amplitude falls as frequency^-pink_alpha.")
-    zipf_exponent: float = _option(1.0, "Token probes: probability falls as rank^-zipf_exponent.")
+    zipf_exponent: float = _option(
+        1.0,
+        "Token probes: probability falls as rank^-zipf_exponent, or grows as "
+        "frequency^zipf_exponent where frequencies are listed ('words').",
+    )
     probe_language: str = _option(
-        "en", "probe='words': whose words, by ISO code; a library of public frequencies has 40."
+        "en", "probe='words': the language of the words, as wordfreq names it (en, de, fr, …)."
     )
     dp_optimizer: str | None = _option(
         None,
@@ -187,6 +191,10 @@ class DPKFCConfig(TrainingArguments):
             self.zipf_exponent,
             self.probe_language,
         )
+
+    def probe_language_facts(self) -> dict[str, str]:
+        """What card and ledger say about the probes' language; nothing where they have none."""
+        return {"probe_language": self.probe_language} if self.probe == "words" else {}
 
     def geometry(self, probe: Any) -> Geometry:
         """When and from what the preconditioner is renewed."""

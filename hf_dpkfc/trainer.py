@@ -721,6 +721,7 @@ class DPKFCTrainer(Trainer):
             "preconditioner": self.args.preconditioner,
             "probe": self.args.probe,
             "secure_rng": str(self.args.secure_rng),
+            **self.args.probe_language_facts(),
         }
 
     def _abandon_trial(self) -> None:
@@ -801,6 +802,7 @@ class DPKFCTrainer(Trainer):
             preconditioner={
                 "kind": args.preconditioner,
                 "probe": args.probe,
+                **args.probe_language_facts(),
                 "approx": args.kfac_approx,
                 "damping": args.damping,
                 "rank": args.rank,

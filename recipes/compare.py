@@ -5,7 +5,7 @@
 
 Every arm gets one trial for each point of its grid (methods.py) at every ε, then one full run
 for each seed with the point that was best on validation. Each result is one JSON file
-under recipes/results/TASK, written when it is there and never again: what exists is skipped, so an
+under recipes/results/TASK, written when it is there: what exists is skipped, so an
 interrupted comparison goes on where it stopped. The first Synthetic DP-KFC run at each ε leaves its
 privacy card and statement in model_cards/. Options that compare.py doesn't know go to the
 recipe.
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import tables
-from methods import METHODS, PAPER, Setting
+from methods import ALL_INPUTS, METHODS, Setting
 from task import (
     CARDS,
     RESULTS,
@@ -143,9 +143,13 @@ class Comparison:
             yield from ((arm, s) for s in self.task.grid(arm.method) if s not in done)
 
     def missing_runs(self) -> Iterator[tuple[Arm, int]]:
-        """Final runs without a result."""
+        """Final runs without a result, or with one that other trials chose the setting of."""
         pairs = ((arm, seed) for seed in self.seeds for arm in self.arms)
-        return (pair for pair in pairs if not self._final_path(*pair).exists())
+        return (pair for pair in pairs if not self._is_done(*pair))
+
+    def _is_done(self, arm: Arm, seed: int) -> bool:
+        path = self._final_path(arm, seed)
+        return path.exists() and json.loads(path.read_text())["trials"] == self.trials_of(arm)
 
     def save_trial(self, arm: Arm, trial: dict[str, Any]) -> None:
         """Add one trial to its arm's file, in the order of the grid."""
@@ -276,7 +280,7 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     result.add_argument("recipe", help="mnist_cnn, fashion_transfer, …")
-    result.add_argument("--methods", nargs="+", choices=METHODS, default=PAPER)
+    result.add_argument("--methods", nargs="+", choices=METHODS, default=ALL_INPUTS)
     result.add_argument("--epsilons", nargs="+", type=float, default=[1.0])
     result.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     result.add_argument("--jobs", type=int, default=1, help="runs at once")

@@ -94,4 +94,6 @@ METHODS: Mapping[str, Method] = {
         "Oracle DP-KFC (ε not claimed)", {"preconditioner": "kfac", "probe": "oracle"}
     ),
 }
-PAPER = tuple(name for name in METHODS if name != "words")  # the others are for text and images
+ALL_INPUTS = tuple(
+    name for name in METHODS if name != "words"
+)  # the others are for text and images

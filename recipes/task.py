@@ -113,6 +113,13 @@ class Task:
     options: Mapping[str, Any] = field(default_factory=dict)
     measure: Callable[[nn.Module], Mapping[str, Any]] | None = None
 
+    def __post_init__(self) -> None:
+        if self.batch_size % self.micro_batch:
+            raise SystemExit(
+                f"A batch of {self.batch_size} isn't a number of whole pieces of "
+                f"{self.micro_batch}: choose a multiple."
+            )
+
     def plan(self, epsilon: float, setting: Setting) -> PrivacyPlan:
         """The full run's."""
         return _plan(epsilon, setting.clip_norm, self.batch_size, len(self.train), self.epochs)
@@ -208,6 +215,7 @@ def run_final(
             "epsilon_spent": spent if math.isfinite(spent) else "not claimed",
             "seed": seed,
             **setting._asdict(),
+            "head_rate": task.head_rate,
             "validation_accuracy": validation,
             "test_accuracy": test,
             "plan": trainer.plan.to_dict(),

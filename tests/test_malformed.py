@@ -59,6 +59,7 @@ MALFORMED = {
     "preconditioner": NO_CHOICE,
     "probe": NO_CHOICE,
     "probe_labels": NO_CHOICE,
+    "probe_language": WRONG_TYPES | st.integers() | st.none(),
     "kfac_approx": NO_CHOICE,
     "secure_rng": WRONG_TYPES | TEXT | st.integers() | st.none(),
     "log_unsafe_metrics": WRONG_TYPES | TEXT | st.integers() | st.none(),

@@ -42,7 +42,8 @@ class ProbeOptions:
         min_length: Shortest token sequence; None for the shortest possible.
         max_length: Longest token sequence; None for the model's and tokenizer's limit.
         pink_alpha: Amplitude falls as frequency^-pink_alpha.
-        zipf_exponent: Probability falls as rank^-zipf_exponent.
+        zipf_exponent: Probability falls as rank^-zipf_exponent; for "words", it grows as
+            frequency^zipf_exponent.
         language: Of "words".
     """
 

@@ -1,16 +1,16 @@
 """Probes of a language's own words, each as common as a public list says.
 
 The wordfreq library tells how often each word of some forty languages is written, over several
-public sources. It holds counts and no text; its numbers have nothing to do with the training set.
+public sources. It holds counts and no text. Like a pre-trained checkpoint its lists are taken as
+public: if private records are among their sources, no guarantee of ours covers that.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 from typing import Any, ClassVar
 
 import torch
@@ -35,13 +35,17 @@ MARKS = {
 SEPARATORS = (" ", *MARKS)
 SEPARATOR_WEIGHTS = torch.tensor([1000 - sum(MARKS.values()), *MARKS.values()]).double()
 SPACELESS = ("ja", "zh")
+NUM_CHECKED = 100  # commonest words, of which a tokenizer should know one
 _ENDS_SENTENCE = tuple(".?!")
-_NUMBER = re.compile(r"\d.*\d")  # wordfreq writes all digits of such a word as 0
+_NUMBER = re.compile(r"[\d.,]*\d[.,]?\d[\d.,]*")  # wordfreq writes the digits of such a word as 0
 
 
 @dataclass(frozen=True)
 class WordTokenProbe(ZipfTokenProbe):
     """Lines of words in no order, with punctuation, as the tokenizer writes them.
+
+    Words are lower-case but where a sentence begins, and English "I"; punctuation stands at English
+    rates in every language.
 
     Attributes:
         tokenizer: Makes tokens of a line.
@@ -60,11 +64,13 @@ class WordTokenProbe(ZipfTokenProbe):
         """As for Zipf, in a language.
 
         Raises:
-            ProbeError: If wordfreq isn't installed, or hasn't got the language.
+            ProbeError: If wordfreq isn't installed or hasn't got the language, or if the tokenizer
+                hasn't.
         """
-        word_frequencies(language)
-        probe = super().for_model(model, tokenizer, **options)
-        return replace(probe, language=language)
+        commonest = word_frequencies(language)[0][:NUM_CHECKED]
+        probe = replace(super().for_model(model, tokenizer, **options), language=language)
+        probe._payloads(list(commonest))
+        return probe
 
     @classmethod
     def _own_fields(
@@ -74,16 +80,38 @@ class WordTokenProbe(ZipfTokenProbe):
 
     def _drawer(self) -> PayloadDrawer:
         words, frequencies = word_frequencies(self.language)
-        weights, admissible = frequencies.pow(self.exponent), frozenset(self.payload_ids)
+        weights = (frequencies / frequencies.max()).pow(self.exponent)
 
         def draw(sizes: list[int], generator: torch.Generator) -> list[list[int]]:
             drawn = draw_categories(weights, sum(sizes), generator).split(sizes)
             lines = [self._line([words[i] for i in at.tolist()], generator) for at in drawn]
-            encoded = self.tokenizer(lines, add_special_tokens=False)["input_ids"]
-            payloads = ([i for i in ids if i in admissible] for ids in encoded)
-            return [self._cut(ids, size) for ids, size in zip(payloads, sizes, strict=True)]
+            payloads = self._payloads(lines)
+            # A line goes on in the next one where the tokenizer left words of it out.
+            return [
+                list(islice(cycle(chain(*payloads[at:], *payloads[:at])), size))
+                for at, size in enumerate(sizes)
+            ]
 
         return draw
+
+    def _payloads(self, lines: list[str]) -> list[list[int]]:
+        """Admissible tokens of each line: what a tokenizer doesn't know is left out.
+
+        Raises:
+            ProbeError: If it knows nothing of any line.
+        """
+        admissible = frozenset(self.payload_ids)
+        encoded = self.tokenizer(lines, add_special_tokens=False, verbose=False)["input_ids"]
+        payloads = [[i for i in ids if i in admissible] for ids in encoded]
+        if not any(payloads):
+            raise ProbeError(
+                f"The tokenizer knows no token of {len(lines)} lines of words in "
+                f"{self.language!r}.",
+                why="probe='words' writes with the tokenizer's own tokens.",
+                way_out="set probe_language to a language of the tokenizer, or choose "
+                "probe='auto', which asks the tokenizer alone.",
+            )
+        return payloads
 
     def _line(self, words: list[str], generator: torch.Generator) -> str:
         """Words with what separates them; one that begins a sentence is capitalised."""
@@ -91,27 +119,16 @@ class WordTokenProbe(ZipfTokenProbe):
         parts, begins = [], True
         for word, separator in zip(words, (SEPARATORS[i] for i in at), strict=True):
             written = _with_digits(word, generator)
-            parts.append(written[:1].upper() + written[1:] if begins else written)
+            capital = begins or (self.language, word) == ("en", "i")
+            parts.append(written[:1].upper() + written[1:] if capital else written)
             parts.append(separator.strip() if self.language in SPACELESS else separator)
             begins = separator.startswith(_ENDS_SENTENCE)
         return "".join(parts)
 
-    def _cut(self, ids: Iterable[int], size: int) -> list[int]:
-        """The first tokens; from the beginning again where a tokenizer left words out."""
-        found = list(islice(cycle(ids), size))
-        if len(found) < size:
-            raise ProbeError(
-                f"The tokenizer knows no token of a whole line of words in {self.language!r}.",
-                why="probe='words' writes with the tokenizer's own tokens.",
-                way_out="set probe_language to the language of the tokenizer, or choose "
-                "probe='auto', which asks the tokenizer alone.",
-            )
-        return found
-
 
 def _with_digits(word: str, generator: torch.Generator) -> str:
     """A number's digits, drawn."""
-    if not _NUMBER.search(word):
+    if not _NUMBER.fullmatch(word):
         return word
     return re.sub("0", lambda _: str(int(torch.randint(10, (1,), generator=generator))), word)
 

@@ -356,7 +356,10 @@ def _geometry(geometry: dict[str, Any]) -> str:
             "checkpoint, which is public"
         )
     if geometry["probe"] == "words":
-        source += "; the probes' words were drawn by the public word frequencies of wordfreq"
+        source += (
+            "; the probes' words were drawn by the public word frequencies of wordfreq "
+            f"(language: {geometry['probe_language']})"
+        )
     return f"{geometry['kind']} with probe '{geometry['probe']}', {source}"
 
 

@@ -22,8 +22,9 @@ KINDS = ["bert", "gpt2", "t5"]
 class Letters:
     """A tokenizer whose tokens are characters."""
 
-    def __call__(self, lines, add_special_tokens):
+    def __call__(self, lines, add_special_tokens, verbose):
         assert not add_special_tokens
+        assert not verbose  # a line is cut by the probe, not by the tokenizer
         return {"input_ids": [[ord(c) for c in line] for line in lines]}
 
 
@@ -86,6 +87,8 @@ def test_a_single_zero_is_a_word():
     generator = torch.Generator().manual_seed(0)
     assert words._with_digits("0", generator) == "0"
     assert words._with_digits("two", generator) == "two"
+    assert words._with_digits("c0d0", generator) == "c0d0"
+    assert len(words._with_digits("0,000.00", generator)) == 8
 
 
 @pytest.mark.parametrize("language", words.SPACELESS)
@@ -148,6 +151,30 @@ def test_a_missing_library_is_named(monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ProbeError, match=r"hf-dpkfc\[words\]"):
         words.word_frequencies("en")
+
+
+def test_a_line_of_unknown_words_goes_on_in_the_next_one(monkeypatch):
+    def knows_every_other_line(lines, **_):
+        return {"input_ids": [[], [7, 8]] * (len(lines) // 2)}
+
+    probe = letters_probe(monkeypatch, {"ab": 1.0}, tokenizer=knows_every_other_line)
+    assert drawn(probe, [2, 3, 5, 1]) == [[7, 8], [7, 8, 7], [7, 8, 7, 8, 7], [7]]
+
+
+def test_a_large_exponent_leaves_the_commonest_word(monkeypatch):
+    probe = letters_probe(monkeypatch, {"aa": 0.05, "bb": 0.01}, exponent=400.0)
+    assert "b" not in text_of(probe, size=1000).lower()
+
+
+def test_english_i_is_a_capital(monkeypatch):
+    assert "i" not in text_of(letters_probe(monkeypatch, {"i": 1.0}), size=1000)
+    assert "i" in text_of(letters_probe(monkeypatch, {"i": 1.0}, "it"), size=1000)
+
+
+def test_a_tokenizer_of_another_script_is_told_before_training():
+    tokenizer = tokenizers_zoo.build("bert")
+    with pytest.raises(ProbeError, match="knows no token"):
+        build_probe(ProbeOptions("words", language="ko"), models.build("bert"), tokenizer)
 
 
 def test_a_tokenizer_that_knows_no_word_is_told(monkeypatch):

@@ -242,9 +242,9 @@ def test_the_card_says_that_the_checkpoint_shaped_the_probes(probe):
 
 
 def test_the_card_says_where_word_frequencies_are_from():
-    geometry = STATEMENT.preconditioner | {"probe": "words"}
+    geometry = STATEMENT.preconditioner | {"probe": "words", "probe_language": "de"}
     card = render_card(dataclasses.replace(STATEMENT, preconditioner=geometry), FACTS)
-    assert "the public word frequencies of wordfreq" in card
+    assert "the public word frequencies of wordfreq (language: de)" in card
     assert "wordfreq" not in render_card(STATEMENT, FACTS)
 
 

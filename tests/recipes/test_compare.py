@@ -215,6 +215,21 @@ def test_a_run_that_is_there_is_not_made_again(tmp_path):
     ]
 
 
+def test_a_run_whose_trials_were_made_again_is_made_again(tmp_path):
+    asked = comparison(tmp_path, methods=("none",), seeds=(0,))
+    (arm,) = asked.arms
+    asked.save_trial(arm, invented(asked.task.grid("none")[0], 0.5))
+    asked.save_run(arm, 0, {"test_accuracy": 0.5})
+    assert list(asked.missing_runs()) == []
+    asked.save_trial(arm, invented(asked.task.grid("none")[1], 0.6))
+    assert list(asked.missing_runs()) == [(arm, 0)]
+
+
+def test_a_batch_that_cannot_be_made_of_whole_pieces_is_refused():
+    with pytest.raises(SystemExit, match="whole pieces"):
+        replace(CountedRecipe().task(), batch_size=3)
+
+
 def test_commands_hold_no_folder_of_this_machine():
     recipe = compare.Recipe("mnist_cnn", ("--data-dir", "/somewhere/private", "--smoke"))
     assert recipe.command == "python recipes/compare.py mnist_cnn --data-dir DIR --smoke"
