@@ -30,17 +30,17 @@ WANTED: tuple[tuple[str, str, str, tuple[float, ...]], ...] = (
         (
             f"{data}_{mode}",
             f"{title}, MiniLM, {mode}",
-            f"stackoverflow_bert --data {data} --model minilm --train {mode} {length}"
+            f"stackoverflow_bert --data {data} --model minilm --train {mode} {options}"
             f"--data-dir DIR --methods {methods}",
             epsilons,
         )
-        for data, title, mode, length, methods, epsilons in (
+        for data, title, mode, options, methods, epsilons in (
             (
                 "complaints",
                 "Consumer complaints",
                 "lora",
-                "--length 32 --epochs 1 ",
-                "none public synthetic oracle",
+                "--length 32 --epochs 3 --batch-size 256 --head-rate 10 ",
+                "none public synthetic words oracle",
                 (1, 3),
             ),
             (
@@ -51,7 +51,14 @@ WANTED: tuple[tuple[str, str, str, tuple[float, ...]], ...] = (
                 "none public synthetic oracle",
                 (3,),
             ),
-            ("rotten_tomatoes", "Rotten Tomatoes", "full", "", "none synthetic", (3,)),
+            (
+                "rotten_tomatoes",
+                "Rotten Tomatoes",
+                "full",
+                "--batch-size 256 --head-rate 10 ",
+                "none synthetic",
+                (3,),
+            ),
         )
     ),
     (

@@ -20,6 +20,7 @@ METHODS = {
     "DP-SGD": {"preconditioner": "none", "optim": "sgd"},
     "DP-Adam": {"preconditioner": "none"},
     "Synthetic DP-KFC": {},
+    "Synthetic DP-KFC (words)": {"probe": "words"},
     "Public DP-KFC": PUBLIC,
     "Oracle DP-KFC": {"probe": "oracle"},
     "AdaDPS (public)": {"preconditioner": "diagonal", **PUBLIC},
