@@ -209,6 +209,16 @@ def test_resuming_without_the_key_is_refused(tmp_path):
         settings.trainer(tmp_path / "out", **options).train(resume_from_checkpoint=True)
 
 
+@pytest.mark.parametrize("change", [{"probe": "uniform"}, {"probe_language": "de"}], ids=str)
+def test_what_the_card_says_of_every_step_cannot_change(tmp_path, change):
+    options = {"save_strategy": "steps", "save_steps": 2, "probe": "words"}
+    with pytest.raises(KeyboardInterrupt):
+        settings.trainer(tmp_path, callbacks=[Interrupt()], **options).train()
+    (name,) = change
+    with pytest.raises(LedgerError, match=f"{name} was"):
+        settings.trainer(tmp_path, **options | change).train(resume_from_checkpoint=True)
+
+
 def test_a_finished_run_cannot_be_resumed(tmp_path):
     options = {"save_strategy": "steps", "save_steps": 2}
     settings.trainer(tmp_path, **options).train()

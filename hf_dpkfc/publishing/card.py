@@ -358,7 +358,7 @@ def _geometry(geometry: dict[str, Any]) -> str:
     if geometry["probe"] == "words":
         source += (
             "; the probes' words were drawn by the public word frequencies of wordfreq "
-            f"(language: {geometry['probe_language']})"
+            f"(language: {geometry.get('probe_language', 'not stated')})"
         )
     return f"{geometry['kind']} with probe '{geometry['probe']}', {source}"
 
