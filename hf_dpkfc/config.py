@@ -81,7 +81,11 @@ class DPKFCConfig(TrainingArguments):
     probe_max_length: int | None = _option(
         None, "Longest token probe; default: what tokenizer and model allow, 128 at most."
     )
-    probe_refresh_steps: int = _option(50, "Steps between two fits of the preconditioner.")
+    probe_refresh_steps: int = _option(
+        50,
+        "Steps between two fits of the preconditioner; where more than a head trains, it is also "
+        "fitted at steps 1, 2, 4, 8, … before the first of them.",
+    )
     damping: float = _option(1.0, "Added to each factor, relative to its mean eigenvalue.")
     kfac_approx: str = _option("reduce", "K-FAC's treatment of positions.", APPROXIMATIONS)
     rank: int | None = _option(64, "Eigendirections kept per factor; null (None) is exact.")

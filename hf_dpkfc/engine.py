@@ -128,7 +128,7 @@ class Geometry:
     Attributes:
         options: From probes to maps.
         probe: None where nothing is probed (``options.kind`` is "none").
-        refresh_steps: Steps between two fits.
+        refresh_steps: Steps between two fits, once as many have been taken.
         seed: Public randomness.
     """
 
@@ -138,10 +138,16 @@ class Geometry:
     seed: int
 
     def is_due(self, step: int, current: Preconditioner | None) -> bool:
-        """Every ``refresh_steps``, and at powers of two while a layer waits for signal."""
+        """Every ``refresh_steps``; at powers of two before that, or while a layer has no signal.
+
+        A new head turns within a few steps, and with it what reaches every layer below: factors
+        of step 0 would amplify where they had seen nothing, and one layer would take the clip norm
+        from the others. A head alone has nothing below it.
+        """
         if current is None or step % self.refresh_steps == 0:
             return True
-        return current.awaits_signal and step & (step - 1) == 0
+        is_early = step < self.refresh_steps and len(current.maps) > 1
+        return (is_early or current.awaits_signal) and step & (step - 1) == 0
 
     def seed_at(self, step: int) -> int:
         """Public randomness of the fit at a step."""

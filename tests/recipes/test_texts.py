@@ -94,3 +94,12 @@ def test_imdb_test_reviews_that_repeat_a_training_review_are_left_out(data_dir):
     data = texts.imdb(data_dir)
     assert (len(data.train), len(data.validation), len(data.test)) == (22_500, 2_500, 24_999)
     assert {label for _, label in data.test} == {0, 1}
+
+
+def test_a_part_of_a_split_has_both_labels_and_is_always_the_same():
+    rows = [(f"text {i}", int(i >= 50)) for i in range(100)]
+    data = texts.Texts(rows, rows, rows, [], 2)
+    part = data.fewer(20, 10, 30)
+    assert [len(split) for split in (part.train, part.validation, part.test)] == [20, 10, 30]
+    assert {label for _, label in part.test} == {0, 1}
+    assert part == data.fewer(20, 10, 30)
