@@ -17,6 +17,7 @@ from hf_dpkfc.layers.routes import inspect_model
 from hf_dpkfc.losses import TaskLoss, task_of
 
 SMALL = CurvatureOptions(rank=None, num_batches=2, batch_size=8)
+POOLER = -2  # of BERT's blocks, the last one below the head; 16 wide
 
 
 def text_probe(model):
@@ -90,6 +91,27 @@ def test_a_lower_balance_shares_the_same_total_more_equally(exponent):
     model = models.build("bert")
     raw, moved = probe_norms(model, fit(model, layer_balance=exponent))
     torch.testing.assert_close(moved, raw.pow(exponent) * raw.sum() / raw.pow(exponent).sum())
+
+
+def with_head_along(model, coordinate):
+    """Logits read one coordinate of the pooled token, so that δ below has one direction."""
+    with torch.no_grad():
+        model.classifier.weight.zero_()[0, coordinate] = 1.0
+    return model
+
+
+def test_factors_of_another_head_let_the_layer_below_take_the_clip_norm():
+    """Why the first refreshes come early.
+
+    With one direction of δ, U_G shrinks it by √(d + 1) and balance makes up for that; the
+    direction of another head is then magnified by as much.
+    """
+    stale = fit(with_head_along(models.build("bert"), 0))
+    model = with_head_along(models.build("bert"), 1)
+    raw, magnified = (norms[POOLER] for norms in probe_norms(model, stale))
+    torch.testing.assert_close(magnified / raw, torch.tensor(17.0).to(raw), rtol=0.3, atol=0)
+    raw, kept = (norms[POOLER] for norms in probe_norms(model, fit(model)))
+    torch.testing.assert_close(kept, raw)
 
 
 @pytest.mark.parametrize("balance", [0.0, 1.0])
