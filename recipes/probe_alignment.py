@@ -197,6 +197,7 @@ def factors(model: nn.Module, batches: Iterable[dict[str, Tensor]]) -> Factors:
                 if isinstance(gradient, OuterGradient):
                     new = FactorPair(ReducedFactor(averages=True), ReducedFactor(averages=False))
                     pairs.setdefault(block.name, new).add(gradient, batch.get("attention_mask"))
+            del captured, gradient  # large: gone before the next pass is made
     return {
         name: _layer(torch.cat(pair.A.rows), torch.cat(pair.G.rows))
         for name, pair in pairs.items()
@@ -294,25 +295,40 @@ def table(result: dict) -> str:
     return "\n".join(lines)
 
 
+def by_depth(layers: dict[str, dict[str, float]], key: str) -> list[float]:
+    """A figure's mean over the Linear layers of each transformer layer; then the head's."""
+    depths: dict[str, list[float]] = {}
+    for name, figures in layers.items():
+        number = re.search(r"\.(\d+)\.", name)
+        depths.setdefault(number.group(1) if number else "head", []).append(figures[key])
+    return [statistics.mean(values) for values in depths.values()]
+
+
 def plot(model_name: str, result: dict) -> None:
-    """cos(A) and cos(G) by layer, a column per data set."""
+    """cos(A) and cos(G) by depth, a column per data set."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(
-        2, len(result["layers"]), figsize=(13, 6), sharex=True, sharey=True, squeeze=False
+        2,
+        len(result["layers"]),
+        figsize=(13, 6),
+        sharex=True,
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
     )
     for column, (text, probes) in enumerate(result["layers"].items()):
         for row, key in enumerate(("cos_A", "cos_G")):
             for probe, layers in probes.items():
-                axes[row][column].plot([layer[key] for layer in layers.values()], label=probe)
+                axes[row][column].plot(by_depth(layers, key), label=probe)
             axes[row][0].set_ylabel(FIGURES[key])
         axes[0][column].set_title(text)
-        axes[1][column].set_xlabel("layer, input to output")
-    axes[0][0].legend(fontsize="small")
-    figure.tight_layout()
+        axes[1][column].set_xlabel("transformer layers, then head")
+    axes[0][0].set_ylim(0, 1)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside right upper")
     figure.savefig(RESULTS / f"{model_name}.png", dpi=80)
 
 
