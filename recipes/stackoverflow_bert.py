@@ -113,7 +113,7 @@ def _options_of(options: argparse.Namespace) -> dict[str, Any]:
     """The same for all arms."""
     if options.train == "head":  # a frozen backbone's factors don't change while the head trains
         return {"probe_refresh_steps": 1000}
-    # A few hundred small steps: with the defaults, the factors would take half of the time.
+    # A few hundred small steps: with the defaults, the factors would take a third of the time.
     refresh = {"probe_refresh_steps": 100, "num_probe_batches": 4}
     if options.smoke:
         return refresh
