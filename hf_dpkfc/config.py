@@ -10,7 +10,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from hf_dpkfc.curvature.catalogue import PROBES, ProbeOptions
-from hf_dpkfc.curvature.fit import APPROXIMATIONS, KINDS, LABELS, CurvatureOptions
+from hf_dpkfc.curvature.fit import APPROXIMATIONS, KINDS, LABELS, SIDES, CurvatureOptions
 from hf_dpkfc.engine import Geometry
 from hf_dpkfc.errors import ConfigurationError
 from hf_dpkfc.optimizers.adambc import DEFAULT_FLOOR
@@ -88,6 +88,12 @@ class DPKFCConfig(TrainingArguments):
     )
     damping: float = _option(1.0, "Added to each factor, relative to its mean eigenvalue.")
     kfac_approx: str = _option("reduce", "K-FAC's treatment of positions.", APPROXIMATIONS)
+    kfac_sides: str = _option(
+        "both",
+        "What K-FAC multiplies a gradient with: the roots of its layer's inputs and of its output "
+        "gradients, or that of the inputs alone.",
+        SIDES,
+    )
     rank: int | None = _option(64, "Eigendirections kept per factor; null (None) is exact.")
     max_factor_dim: int = _option(4096, "Wider factors fall back to low rank, with a note.")
     layer_balance: float = _option(
@@ -176,6 +182,7 @@ class DPKFCConfig(TrainingArguments):
         return CurvatureOptions(
             kind=self.preconditioner,
             approx=self.kfac_approx,
+            sides=self.kfac_sides,
             damping=self.damping,
             rank=self.rank,
             max_factor_dim=self.max_factor_dim,

@@ -804,6 +804,7 @@ class DPKFCTrainer(Trainer):
                 "probe": args.probe,
                 **args.probe_language_facts(),
                 "approx": args.kfac_approx,
+                "sides": args.kfac_sides,
                 "damping": args.damping,
                 "rank": args.rank,
                 "is_data_free": maps is None or maps.is_data_free,

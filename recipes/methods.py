@@ -85,6 +85,10 @@ METHODS: Mapping[str, Method] = {
         "Public DP-KFC", {"preconditioner": "kfac", "probe": "public"}, needs_public=True
     ),
     "synthetic": Method("Synthetic DP-KFC", {"preconditioner": "kfac", "probe": "auto"}),
+    "synthetic-inputs": Method(
+        "Synthetic DP-KFC, inputs only",
+        {"preconditioner": "kfac", "probe": "auto", "kfac_sides": "inputs"},
+    ),
     "synthetic-adambc": Method(
         "Synthetic DP-KFC + DP-AdamBC",
         {"preconditioner": "kfac", "probe": "auto", "dp_optimizer": "adambc"},

@@ -87,6 +87,7 @@ def test_a_config_survives_to_dict(tmp_path):
         ({"probe": "gaussian"}, "probe='gaussian'"),
         ({"preconditioner": "newton"}, "preconditioner='newton'"),
         ({"kfac_approx": "flatten"}, "kfac_approx='flatten'"),
+        ({"kfac_sides": "outputs"}, "kfac_sides='outputs'"),
         ({"probe_refresh_steps": 0}, "probe_refresh_steps=0"),
         ({"public_dataset_size": 0}, "public_dataset_size=0"),
         ({"accountant": "gdp"}, "accountant='gdp'"),

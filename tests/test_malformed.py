@@ -61,6 +61,7 @@ MALFORMED = {
     "probe_labels": NO_CHOICE,
     "probe_language": WRONG_TYPES | st.integers() | st.none(),
     "kfac_approx": NO_CHOICE,
+    "kfac_sides": NO_CHOICE,
     "secure_rng": WRONG_TYPES | TEXT | st.integers() | st.none(),
     "log_unsafe_metrics": WRONG_TYPES | TEXT | st.integers() | st.none(),
     "privacy_unit": WRONG_TYPES | st.integers() | st.none(),

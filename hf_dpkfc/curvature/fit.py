@@ -21,7 +21,7 @@ from hf_dpkfc.curvature.preconditioner import (
     ScalarMap,
 )
 from hf_dpkfc.curvature.probes import Probe
-from hf_dpkfc.curvature.roots import Root
+from hf_dpkfc.curvature.roots import Root, identity_root
 from hf_dpkfc.errors import ConfigurationError, ProbeError
 from hf_dpkfc.layers.capture import Captured, PerExampleLoss, capture
 from hf_dpkfc.layers.gradients import OuterGradient, PerSampleGradient
@@ -31,6 +31,7 @@ from hf_dpkfc.losses import TaskLoss, task_of
 
 KINDS = ("kfac", "diagonal", "none")
 APPROXIMATIONS = ("reduce", "expand")
+SIDES = ("both", "inputs")
 LABELS = ("uniform", "model")
 
 
@@ -41,6 +42,7 @@ class CurvatureOptions:
     Attributes:
         kind: "kfac", "diagonal" (AdaDPS) or "none".
         approx: K-FAC's treatment of positions, "reduce" or "expand".
+        sides: "both", U_G g U_A; or "inputs", g U_A (Benzing 2022), which doesn't age with the head.
         damping: Added to the factors, relative to their mean eigenvalue.
         rank: Eigendirections kept per factor; None is exact.
         max_factor_dim: Wider factors fall back to low rank, with a note.
@@ -53,6 +55,7 @@ class CurvatureOptions:
 
     kind: str = "kfac"
     approx: str = "reduce"
+    sides: str = "both"
     damping: float = 1.0
     rank: int | None = 64
     max_factor_dim: int = 4096
@@ -64,6 +67,7 @@ class CurvatureOptions:
     def __post_init__(self) -> None:
         _require_one_of("preconditioner", self.kind, KINDS)
         _require_one_of("kfac_approx", self.approx, APPROXIMATIONS)
+        _require_one_of("kfac_sides", self.sides, SIDES)
         _require_one_of("probe_labels", self.labels, LABELS)
         if not self.damping > 0:
             raise ConfigurationError(
@@ -153,7 +157,7 @@ class Factors:
     noise_floor: float
     is_data_free: bool = True
 
-    def why_without(self, name: str) -> str | None:
+    def why_without(self, name: str, sides: str = "both") -> str | None:
         """Why a block's factors can't be used; None if they can.
 
         Raises:
@@ -162,10 +166,11 @@ class Factors:
         pair = self.pairs[name]
         if not math.isfinite(pair.A.trace() + pair.G.trace()):
             raise _not_finite(name)
-        signal = min(pair.A.signal(), pair.G.signal())
-        if signal > self.noise_floor:
-            return None
-        return _AWAITS if signal == 0 else _CANCELS
+        signals = pair.A.signal(), pair.G.signal()
+        if min(signals) == 0:
+            return _AWAITS
+        used = signals[:1] if sides == "inputs" else signals
+        return None if min(used) > self.noise_floor else _CANCELS
 
 
 def estimate_factors(
@@ -262,23 +267,25 @@ class _Passes:
 
 
 def _fit_kronecker(passes: _Passes) -> tuple[dict[str, LinearMap], list[str]]:
+    options = passes.options
     factors = _estimate_factors(passes)
-    _require_rank_below_widest(factors.pairs, passes.options)
+    _require_rank_below_widest(factors.pairs, options)
     notes: list[str] = []
     roots: dict[int, Root] = {}
     maps: dict[str, LinearMap] = {}
     for name, pair in factors.pairs.items():
-        reason = factors.why_without(name)
+        reason = factors.why_without(name, options.sides)
         if reason is not None:
             notes.append(f"{name}: identity, {reason}")
             maps[name] = ScalarMap()
             continue
-        for factor in (pair.A, pair.G):
-            if passes.options.approx == "expand" and isinstance(factor, ReducedFactor):
-                notes.append(f"{name}: reduced, {_too_wide(factor, passes.options)}")
+        for factor in (pair.A, pair.G) if options.sides == "both" else (pair.A,):
+            if options.approx == "expand" and isinstance(factor, ReducedFactor):
+                notes.append(f"{name}: reduced, {_too_wide(factor, options)}")
             if id(factor) not in roots:
-                roots[id(factor)] = _root(name, factor, passes.options, notes)
-        maps[name] = KroneckerMap(roots[id(pair.A)], roots[id(pair.G)])
+                roots[id(factor)] = _root(name, factor, options, notes)
+        root_G = roots.get(id(pair.G)) or identity_root(_width(pair.G))
+        maps[name] = KroneckerMap(roots[id(pair.A)], root_G)
     return maps, notes
 
 

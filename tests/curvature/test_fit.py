@@ -5,6 +5,7 @@ import dataclasses
 import models
 import peft
 import pytest
+import reference
 import tokenizers_zoo
 import torch
 
@@ -114,11 +115,42 @@ def test_factors_of_another_head_let_the_layer_below_take_the_clip_norm():
     torch.testing.assert_close(kept, raw)
 
 
+def test_the_inputs_root_alone_does_not_age_with_the_head():
+    """Another head's direction of δ keeps the size that it has without a root."""
+    stale = fit(with_head_along(models.build("bert"), 0), sides="inputs")
+    model = with_head_along(models.build("bert"), 1)
+    raw, moved = (norms[POOLER] for norms in probe_norms(model, stale))
+    torch.testing.assert_close(moved, raw, rtol=0.1, atol=0)
+
+
+def test_inputs_alone_have_the_same_root_and_leave_output_gradients_as_they_are():
+    model = models.build("bert")
+    both, inputs = fit(model), fit(model, sides="inputs")
+    assert both.maps.keys() == inputs.maps.keys()
+    for name, linear in inputs.maps.items():
+        delta = torch.randn(5, linear.root_G.dim, dtype=torch.float64)
+        torch.testing.assert_close(linear.root_G.apply(delta), delta)
+        if isinstance(both[name], KroneckerMap):
+            torch.testing.assert_close(
+                reference.explicit_root(linear.root_A), reference.explicit_root(both[name].root_A)
+            )
+
+
+def test_inputs_alone_need_no_factor_of_a_key_projections_output_gradients():
+    model = models.build("bert")
+    keys = [name for name in fit(model).maps if name.endswith("self.key")]
+    inputs = fit(model, sides="inputs")
+    assert keys
+    assert all(isinstance(inputs[name], KroneckerMap) for name in keys)
+    assert not inputs.notes
+
+
+@pytest.mark.parametrize("sides", ["both", "inputs"])
 @pytest.mark.parametrize("balance", [0.0, 1.0])
-def test_a_layer_without_signal_keeps_identity_and_says_so(balance):
+def test_a_layer_without_signal_keeps_identity_and_says_so(balance, sides):
     config = peft.LoraConfig(r=2, target_modules=["query"])  # B starts at zero: no gradient for A
     model = peft.get_peft_model(models.build("bert"), config).double()
-    preconditioner = fit(model, layer_balance=balance)
+    preconditioner = fit(model, layer_balance=balance, sides=sides)
     silent = [name for name in preconditioner.maps if "lora_A" in name]
     assert silent
     assert all(preconditioner[name] == ScalarMap() for name in silent)
@@ -200,6 +232,7 @@ def test_a_preconditioner_is_frozen():
         ({"rank": 1000}, r"rank=1000 with factors of width \d+"),
         ({"kind": "full"}, "kfac, diagonal, none"),
         ({"approx": "flatten"}, "reduce, expand"),
+        ({"sides": "outputs"}, "both, inputs"),
         ({"num_batches": 0}, "num_batches=0"),
     ],
 )

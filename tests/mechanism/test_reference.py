@@ -30,6 +30,7 @@ OPTIONS = {
     "diagonal": CurvatureOptions(kind="diagonal", num_batches=2, batch_size=8),
     "reduce-full": CurvatureOptions(rank=None, num_batches=2, batch_size=8),
     "reduce-rank": CurvatureOptions(rank=3, damping=0.1, num_batches=3, batch_size=8),
+    "inputs": CurvatureOptions(sides="inputs", rank=3, num_batches=3, batch_size=8),
     "expand-full": CurvatureOptions(approx="expand", rank=None, num_batches=2, batch_size=8),
     "expand-rank": CurvatureOptions(approx="expand", rank=3, num_batches=2, batch_size=8),
 }
