@@ -1,11 +1,12 @@
 """What a probe is worth in accuracy: a linear head on frozen features, every arm tuned alike.
 
-Features are the CLS token of MiniLM's last layer on Rotten Tomatoes; each arm's preconditioner
-comes from those of its own sequences. Every arm gets twelve trials on validation sentences, four
-learning rates by three dampings (three clip norms where there is nothing to damp), and its best
-setting is then tested with several seeds.
+Features are what Hugging Face's heads read: the CLS token of the checkpoint's last layer, or the
+last token where it has none; each arm's preconditioner comes from those of its own sequences. Every
+arm gets twelve trials on validation records, four learning rates by three dampings (three clip
+norms where there is nothing to damp), and its best setting is then tested with several seeds.
 
     python recipes/probe_accuracy.py --epsilon 1 --seeds 5
+    python recipes/probe_accuracy.py --model smollm2 --data imdb --epsilon 1 --seeds 5
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ import json
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import offline
 import torch
 import torch.nn.functional as F
-from probe_alignment import RESULTS, load_model, load_text, text_batches
+from probe_alignment import PUBLIC, RESULTS, load_model, load_text, text_batches
 from torch import Tensor, nn
+from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from hf_dpkfc import (
@@ -41,6 +44,7 @@ from hf_dpkfc.core import (
     privatize,
 )
 from hf_dpkfc.curvature.catalogue import ProbeOptions, build_probe
+from hf_dpkfc.errors import ProbeError
 
 MAX_LENGTH = 40
 BATCH, STEPS, DELTA = 256, 60, 1e-5
@@ -62,17 +66,39 @@ class Features:
         return Features(self.x[start : start + count], self.y[start : start + count])
 
 
-@torch.no_grad()
-def extract(backbone: nn.Module, batches: Iterable[dict[str, Tensor]]) -> Features:
-    """CLS tokens of the last layer, in a fixed random order."""
-    found = [
-        (backbone(**{k: v for k, v in batch.items() if k != "labels"}), batch["labels"])
-        for batch in batches
-    ]
-    x = torch.cat([outputs.last_hidden_state[:, 0] for outputs, _ in found])
-    y = torch.cat([labels for _, labels in found])
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
-    return Features(x[order], y[order])
+@dataclass(frozen=True)
+class Backbone:
+    """A frozen checkpoint.
+
+    Attributes:
+        model: Under a fresh head.
+        tokenizer: Its own.
+    """
+
+    model: nn.Module
+    tokenizer: Any
+
+    @classmethod
+    def named(cls, name: str) -> Backbone:
+        """One of the checkpoints that need no Hub."""
+        folder = str(offline.CHECKPOINTS[name]())
+        return cls(load_model(folder).eval(), AutoTokenizer.from_pretrained(folder))
+
+    def features(self, batches: Iterable[dict[str, Tensor]]) -> Features:
+        """What a head would read, in a fixed random order."""
+        found = [(self._pooled(batch), batch["labels"]) for batch in tqdm(batches, leave=False)]
+        x, y = (torch.cat(parts) for parts in zip(*found, strict=True))
+        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+        return Features(x[order], y[order])
+
+    @torch.no_grad()
+    def _pooled(self, batch: dict[str, Tensor]) -> Tensor:
+        inputs = {k: v for k, v in batch.items() if k != "labels"}
+        hidden = self.model.base_model(**inputs).last_hidden_state
+        if self.tokenizer.cls_token is not None:
+            return hidden[:, 0]
+        ends = batch["attention_mask"].cumsum(1).argmax(1)  # the last token, on whichever side
+        return hidden[torch.arange(len(hidden)), ends]
 
 
 class Head(nn.Module):
@@ -147,29 +173,34 @@ def tuned(arm: Features | None, train: Features, validation: Features, plan) -> 
     return max(trials)
 
 
-def arms(backbone: nn.Module, model: nn.Module, tokenizer, train: Features) -> dict:
+def arms(backbone: Backbone, data: str, train: Features) -> dict[str, Features | None]:
     """Sequences' features by arm; None is plain DP-Adam."""
     found: dict[str, Features | None] = {"none": None}
-    for name in ("uniform", "zipf", "structured", "words"):
-        probe = build_probe(ProbeOptions(name, max_length=MAX_LENGTH), model, tokenizer)
+    for name in ("uniform", "zipf", "structured", "words", "sampled"):
+        options = ProbeOptions(name, max_length=MAX_LENGTH)
+        try:
+            probe = build_probe(options, backbone.model, backbone.tokenizer)
+        except ProbeError as error:  # a checkpoint without a language-model head can't be sampled
+            print(f"{name} left out. {error}", flush=True)
+            continue
         generator = torch.Generator().manual_seed(0)
-        found[name] = extract(backbone, probe.batches(NUM_PROBES // 64, 64, generator))
-    public = text_batches(load_text("imdb"), tokenizer, 0, NUM_PROBES, MAX_LENGTH)
-    return found | {"public": extract(backbone, public), "oracle": train.part(0, NUM_PROBES)}
+        found[name] = backbone.features(probe.batches(NUM_PROBES // 64, 64, generator))
+    public = text_batches(load_text(PUBLIC[data]), backbone.tokenizer, 0, NUM_PROBES, MAX_LENGTH)
+    return found | {"public": backbone.features(public), "oracle": train.part(0, NUM_PROBES)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=offline.CHECKPOINTS, default="minilm")
+    parser.add_argument("--data", choices=PUBLIC, default="rotten_tomatoes")
     parser.add_argument("--epsilon", type=float, default=1.0)
     parser.add_argument("--seeds", type=int, default=5, help="test runs per arm")
     args = parser.parse_args()
     if args.seeds < 2:
         parser.error("--seeds: a spread needs two at least")
-    checkpoint = str(offline.minilm())
-    tokenizer, model = AutoTokenizer.from_pretrained(checkpoint), load_model(checkpoint).eval()
-    backbone, count = model.base_model, NUM_TRAIN + 2 * NUM_HELD_OUT
-    batches = text_batches(load_text("rotten_tomatoes"), tokenizer, 0, count, MAX_LENGTH)
-    records = extract(backbone, batches)
+    backbone, count = Backbone.named(args.model), NUM_TRAIN + 2 * NUM_HELD_OUT
+    texts = load_text(args.data)
+    records = backbone.features(text_batches(texts, backbone.tokenizer, 0, count, MAX_LENGTH))
     train = records.part(0, NUM_TRAIN)
     validation = records.part(NUM_TRAIN, NUM_HELD_OUT)
     test = records.part(NUM_TRAIN + NUM_HELD_OUT, NUM_HELD_OUT)
@@ -182,7 +213,7 @@ def main() -> None:
         delta=DELTA,
     )
     results = {}
-    for name, found in arms(backbone, model, tokenizer, train).items():
+    for name, found in arms(backbone, args.data, train).items():
         best, rate, damping, clip = tuned(found, train, validation, plan)
         geometry = preconditioner_of(found, damping)
         runs = [accuracy(train, test, geometry, rate, clip, plan) for _ in range(args.seeds)]
@@ -198,10 +229,12 @@ def main() -> None:
             f"{name:10} {mean:.1f} ± {deviation:.1f}  (rate {rate}, {damping=}, {clip=})",
             flush=True,
         )
-    command = f"python recipes/probe_accuracy.py --epsilon {args.epsilon:g} --seeds {args.seeds}"
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    path = RESULTS / "accuracy" / f"minilm_head_epsilon_{args.epsilon:g}.json"
-    path.parent.mkdir(exist_ok=True)
+    command = (
+        f"python recipes/probe_accuracy.py --model {args.model} --data {args.data} "
+        f"--epsilon {args.epsilon:g} --seeds {args.seeds}"
+    )
+    path = RESULTS / "accuracy" / f"{args.model}_{args.data}_head_epsilon_{args.epsilon:g}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"command": command, "arms": results}, indent=1) + "\n")
 
 
