@@ -3,7 +3,8 @@
 Features are what Hugging Face's heads read: the CLS token of the checkpoint's last layer, or the
 last token where it has none; each arm's preconditioner comes from those of its own sequences. Every
 arm gets twelve trials on validation records, four learning rates by three dampings (three clip
-norms where there is nothing to damp), and its best setting is then tested with several seeds.
+norms where there is nothing to damp), three runs each, and the best setting is then tested with
+several seeds.
 
     python recipes/probe_accuracy.py --epsilon 1 --seeds 5
     python recipes/probe_accuracy.py --model smollm2 --data imdb --epsilon 1 --seeds 5
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import offline
+import tables
 import torch
 import torch.nn.functional as F
 from probe_alignment import PUBLIC, RESULTS, load_model, load_text, text_batches
@@ -52,6 +54,8 @@ NUM_TRAIN, NUM_HELD_OUT, NUM_PROBES = 5000, 1000, 640
 LEARNING_RATES = (0.003, 0.01, 0.03, 0.1)
 DAMPINGS = (0.03, 0.3, 1.0)
 CLIP_NORMS = (0.1, 1.0, 10.0)
+RUNS_PER_TRIAL = 3  # the choice between single runs would mostly be one between their noises
+ACCURACY = RESULTS / "accuracy"
 
 
 @dataclass(frozen=True)
@@ -161,16 +165,21 @@ def accuracy(
         return float((head(test.x, test.y).argmax(1) == test.y).double().mean())
 
 
-def tuned(arm: Features | None, train: Features, validation: Features, plan) -> tuple:
-    """The best of twelve settings (validation accuracy, rate, damping, clip norm)."""
+def repeated(times: int, *run) -> list[float]:
+    """Accuracies of that many runs, each with its own noise."""
+    return [accuracy(*run) for _ in range(times)]
+
+
+def tuned(arm: Features | None, train: Features, validation: Features, plan) -> dict[str, float]:
+    """The best of twelve settings, by the mean of a few runs of each."""
     shapes = [(1.0, c) for c in CLIP_NORMS] if arm is None else [(d, 1.0) for d in DAMPINGS]
     trials = []
     for (damping, clip), rate in itertools.product(shapes, LEARNING_RATES):
         geometry = preconditioner_of(arm, damping)
-        trials.append(
-            (accuracy(train, validation, geometry, rate, clip, plan), rate, damping, clip)
-        )
-    return max(trials)
+        runs = repeated(RUNS_PER_TRIAL, train, validation, geometry, rate, clip, plan)
+        setting = {"learning_rate": rate, "damping": damping, "clip_norm": clip}
+        trials.append({"validation": statistics.mean(runs), **setting})
+    return max(trials, key=lambda trial: trial["validation"])
 
 
 def arms(backbone: Backbone, data: str, train: Features) -> dict[str, Features | None]:
@@ -189,6 +198,50 @@ def arms(backbone: Backbone, data: str, train: Features) -> dict[str, Features |
     return found | {"public": backbone.features(public), "oracle": train.part(0, NUM_PROBES)}
 
 
+def measured(backbone: Backbone, data: str, epsilon: float, num_seeds: int) -> dict[str, Any]:
+    """Every arm's setting and test accuracies."""
+    count = NUM_TRAIN + 2 * NUM_HELD_OUT
+    batches = text_batches(load_text(data), backbone.tokenizer, 0, count, MAX_LENGTH)
+    records = backbone.features(batches)
+    train = records.part(0, NUM_TRAIN)
+    validation = records.part(NUM_TRAIN, NUM_HELD_OUT)
+    test = records.part(NUM_TRAIN + NUM_HELD_OUT, NUM_HELD_OUT)
+    plan = PrivacyPlan.calibrated(
+        epsilon,
+        clip_norm=1.0,
+        expected_batch_size=BATCH,
+        dataset_size=NUM_TRAIN,
+        steps=STEPS,
+        delta=DELTA,
+    )
+    results = {}
+    for name, found in tqdm(arms(backbone, data, train).items(), desc="arms"):
+        best = tuned(found, train, validation, plan)
+        geometry = preconditioner_of(found, best["damping"])
+        setting = best["learning_rate"], best["clip_norm"]
+        results[name] = best | {"test": repeated(num_seeds, train, test, geometry, *setting, plan)}
+    return results
+
+
+def table(results: Iterable[dict[str, Any]]) -> str:
+    """Test accuracies in Markdown: a row per arm, a column per checkpoint and text."""
+    columns = {f"{r['model']}, {r['data']}, ε {r['epsilon']:g}": r["arms"] for r in results}
+    names = dict.fromkeys(name for found in columns.values() for name in found)
+    lines = ["| probe | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    for name in names:
+        cells = (
+            tables.spread([100 * x for x in found[name]["test"]]) if name in found else "–"
+            for found in columns.values()
+        )
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def render() -> str:
+    """The table of all committed results."""
+    return table(json.loads(path.read_text()) for path in sorted(ACCURACY.glob("*.json")))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=offline.CHECKPOINTS, default="minilm")
@@ -198,44 +251,17 @@ def main() -> None:
     args = parser.parse_args()
     if args.seeds < 2:
         parser.error("--seeds: a spread needs two at least")
-    backbone, count = Backbone.named(args.model), NUM_TRAIN + 2 * NUM_HELD_OUT
-    texts = load_text(args.data)
-    records = backbone.features(text_batches(texts, backbone.tokenizer, 0, count, MAX_LENGTH))
-    train = records.part(0, NUM_TRAIN)
-    validation = records.part(NUM_TRAIN, NUM_HELD_OUT)
-    test = records.part(NUM_TRAIN + NUM_HELD_OUT, NUM_HELD_OUT)
-    plan = PrivacyPlan.calibrated(
-        args.epsilon,
-        clip_norm=1.0,
-        expected_batch_size=BATCH,
-        dataset_size=NUM_TRAIN,
-        steps=STEPS,
-        delta=DELTA,
-    )
-    results = {}
-    for name, found in arms(backbone, args.data, train).items():
-        best, rate, damping, clip = tuned(found, train, validation, plan)
-        geometry = preconditioner_of(found, damping)
-        runs = [accuracy(train, test, geometry, rate, clip, plan) for _ in range(args.seeds)]
-        results[name] = {
-            "validation": best,
-            "learning_rate": rate,
-            "damping": damping,
-            "clip_norm": clip,
-            "test": runs,
-        }
-        mean, deviation = 100 * statistics.mean(runs), 100 * statistics.stdev(runs)
-        print(
-            f"{name:10} {mean:.1f} ± {deviation:.1f}  (rate {rate}, {damping=}, {clip=})",
-            flush=True,
-        )
+    found = measured(Backbone.named(args.model), args.data, args.epsilon, args.seeds)
     command = (
         f"python recipes/probe_accuracy.py --model {args.model} --data {args.data} "
         f"--epsilon {args.epsilon:g} --seeds {args.seeds}"
     )
-    path = RESULTS / "accuracy" / f"{args.model}_{args.data}_head_epsilon_{args.epsilon:g}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"command": command, "arms": results}, indent=1) + "\n")
+    facts = {"model": args.model, "data": args.data, "epsilon": args.epsilon}
+    ACCURACY.mkdir(parents=True, exist_ok=True)
+    path = ACCURACY / f"{args.model}_{args.data}_epsilon_{args.epsilon:g}.json"
+    path.write_text(json.dumps({"command": command, **facts, "arms": found}, indent=1) + "\n")
+    print(render())
+    tables.fill(RESULTS / "README.md", "accuracy", render())
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import offline
+import tables
 import torch
 from offline import CHECKPOINTS
 from torch import Tensor, nn
@@ -334,15 +335,11 @@ def plot(model_name: str, result: dict) -> None:
 
 def render() -> None:
     """Tables into the results page, and plots, from the committed JSON."""
-    page = RESULTS / "README.md"
-    text = page.read_text()
     for path in sorted(RESULTS.glob("*.json")):
         result = json.loads(path.read_text())
-        start, end = f"<!-- {path.stem} -->", f"<!-- /{path.stem} -->"
-        block = f"{start}\n\n`{result['command']}`\n\n{table(result)}\n\n{end}"
-        text = re.sub(f"{start}.*?{end}", lambda _, new=block: new, text, flags=re.DOTALL)
+        content = f"`{result['command']}`\n\n{table(result)}"
+        tables.fill(RESULTS / "README.md", path.stem, content)
         plot(path.stem, result)
-    page.write_text(text)
 
 
 def main() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import statistics
 from collections import defaultdict
 from pathlib import Path
 
@@ -12,7 +10,6 @@ import tables
 
 RESULTS = Path(__file__).parent / "results"
 README = Path(__file__).parents[1] / "README.md"
-START, END = "<!-- results -->", "<!-- /results -->"
 
 TITLES = {
     "minilm": "MiniLM (22.7 M parameters)",
@@ -21,9 +18,8 @@ TITLES = {
 
 
 def render() -> str:
-    """The results block, markers included."""
-    parts = [START, *tables.all_tables(), *_accuracy(), *_throughput(), END]
-    return "\n\n".join(parts)
+    """All tables, with their plots."""
+    return "\n\n".join([*tables.all_tables(), *_accuracy(), *_throughput()])
 
 
 def _accuracy() -> list[str]:
@@ -35,18 +31,13 @@ def _accuracy() -> list[str]:
     for run in result["runs"]:
         by_arm[run["arm"]].append(run)
     rows = [
-        f"| {arm} | {_spread([100 * run['accuracy'] for run in runs])} "
+        f"| {arm} | {tables.spread([100 * run['accuracy'] for run in runs])} "
         f"| {max(run['epsilon_spent'] for run in runs):.2f} | {len(runs)} |"
         for arm, runs in by_arm.items()
     ]
     title = "The demo: Rotten Tomatoes, MiniLM, HF's standard head on a frozen backbone"
     header = ["| method | test accuracy | ε | seeds |", "|---|---|---|---|"]
     return [f"{title} (`{result['command']}`):", "\n".join(header + rows)]
-
-
-def _spread(values: list[float]) -> str:
-    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
-    return f"{statistics.mean(values):.1f} ± {deviation:.1f}"
 
 
 def _throughput() -> list[str]:
@@ -79,8 +70,7 @@ def _throughput_of(result: dict, title: str) -> list[str]:
 
 
 def main() -> None:
-    text = re.sub(f"{START}.*?{END}", lambda _: render(), README.read_text(), flags=re.DOTALL)
-    README.write_text(text)
+    tables.fill(README, "results", render())
 
 
 if __name__ == "__main__":

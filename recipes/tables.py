@@ -6,6 +6,7 @@ python recipes/tables.py renders every task again, without running anything.
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -141,6 +142,14 @@ def spread(values: list[float]) -> str:
     if len(values) == 1:
         return f"{values[0]:.1f}"
     return f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}"
+
+
+def fill(page: Path, mark: str, content: str) -> None:
+    """Put content between a page's marks, <!-- mark --> and <!-- /mark -->."""
+    start, end = f"<!-- {mark} -->", f"<!-- /{mark} -->"
+    block = f"{start}\n\n{content}\n\n{end}"
+    text = re.sub(f"{start}.*?{end}", lambda _: block, page.read_text(), flags=re.DOTALL)
+    page.write_text(text)
 
 
 def plot(runs: Runs, title: str, path: Path) -> None:
