@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import tables
-from methods import ALL_INPUTS, METHODS, Setting
+from methods import METHODS, PAPER_METHODS, Setting
 from task import (
     CARDS,
     RESULTS,
@@ -280,7 +280,7 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     result.add_argument("recipe", help="mnist_cnn, fashion_transfer, …")
-    result.add_argument("--methods", nargs="+", choices=METHODS, default=ALL_INPUTS)
+    result.add_argument("--methods", nargs="+", choices=METHODS, default=PAPER_METHODS)
     result.add_argument("--epsilons", nargs="+", type=float, default=[1.0])
     result.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     result.add_argument("--jobs", type=int, default=1, help="runs at once")

@@ -98,6 +98,5 @@ METHODS: Mapping[str, Method] = {
         "Oracle DP-KFC (ε not claimed)", {"preconditioner": "kfac", "probe": "oracle"}
     ),
 }
-ALL_INPUTS = tuple(
-    name for name in METHODS if name != "words"
-)  # the others are for text and images
+# What is compared if nothing is said.
+PAPER_METHODS = tuple(name for name in METHODS if name not in ("words", "synthetic-inputs"))

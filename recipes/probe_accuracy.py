@@ -1,10 +1,9 @@
 """What a probe is worth in accuracy: a linear head on frozen features, every arm tuned alike.
 
-Features are what Hugging Face's heads read: the CLS token of the checkpoint's last layer, or the
-last token where it has none; each arm's preconditioner comes from those of its own sequences. Every
-arm gets twelve trials on validation records, four learning rates by three dampings (three clip
-norms where there is nothing to damp), three runs each, and the best setting is then tested with
-several seeds.
+Features are the CLS token of the checkpoint's last layer, or the last token where it has none; each
+arm's preconditioner comes from those of its own sequences. Every arm gets twelve trials on
+validation records, four learning rates by three dampings (three clip norms where there is nothing
+to damp), three runs each, and the best setting is then tested with several seeds.
 
     python recipes/probe_accuracy.py --epsilon 1 --seeds 5
     python recipes/probe_accuracy.py --model smollm2 --data imdb --epsilon 1 --seeds 5
@@ -51,7 +50,7 @@ from hf_dpkfc.errors import ProbeError
 MAX_LENGTH = 40
 BATCH, STEPS, DELTA = 256, 60, 1e-5
 NUM_TRAIN, NUM_HELD_OUT, NUM_PROBES = 5000, 1000, 640
-LEARNING_RATES = (0.003, 0.01, 0.03, 0.1)
+LEARNING_RATES = (0.01, 0.03, 0.1, 0.3)
 DAMPINGS = (0.03, 0.3, 1.0)
 CLIP_NORMS = (0.1, 1.0, 10.0)
 RUNS_PER_TRIAL = 3  # the choice between single runs would mostly be one between their noises

@@ -41,7 +41,7 @@ WANTED: tuple[tuple[str, str, str, tuple[float, ...]], ...] = (
                 "Consumer complaints",
                 "lora",
                 "--length 32 --epochs 3 --batch-size 256 --head-rate 10 ",
-                "none public synthetic words oracle",
+                "none public synthetic synthetic-inputs words oracle",
                 (1, 3),
             ),
             (
@@ -49,7 +49,7 @@ WANTED: tuple[tuple[str, str, str, tuple[float, ...]], ...] = (
                 "Rotten Tomatoes",
                 "lora",
                 "",
-                "none public synthetic oracle",
+                "none public synthetic synthetic-inputs oracle",
                 (3,),
             ),
             (
@@ -113,7 +113,27 @@ def markdown(runs: Runs, title: str) -> str:
     lines.insert(1, "|" + "---|" * len(header))
     commands = " and ".join(f"`{command}`" for command in _commands(runs))
     caption = f"{title}{_rank_note(runs)}. Test accuracy, % ({commands}):"
-    return caption + "\n\n" + "\n".join(lines)
+    return "\n\n".join([caption, "\n".join(lines), *_options_note(runs)])
+
+
+def _options_note(runs: Runs) -> list[str]:
+    """What differs between rows besides their methods: runs of another day or machine."""
+    titles: dict[frozenset[tuple[str, Any]], dict[str, None]] = defaultdict(dict)
+    for (method, _), rs in runs.items():
+        own = METHODS[method].options
+        for run in rs:
+            given = ((k, v) for k, v in run.get("options", {}).items() if k not in own)
+            titles[frozenset(given)][_title(runs, method)] = None
+    common = frozenset.intersection(*titles)
+    groups = [
+        f"{', '.join(rows)}: " + (_shown(given - common) or "none of the others'")
+        for given, rows in titles.items()
+    ]
+    return [] if len(groups) == 1 else [f"Options differ. {'; '.join(groups)}."]
+
+
+def _shown(options: Iterable[tuple[str, Any]]) -> str:
+    return ", ".join(f"`{name}={value}`" for name, value in sorted(options))
 
 
 def _commands(runs: Runs) -> list[str]:
@@ -148,7 +168,9 @@ def fill(page: Path, mark: str, content: str) -> None:
     """Put content between a page's marks, <!-- mark --> and <!-- /mark -->."""
     start, end = f"<!-- {mark} -->", f"<!-- /{mark} -->"
     block = f"{start}\n\n{content}\n\n{end}"
-    text = re.sub(f"{start}.*?{end}", lambda _: block, page.read_text(), flags=re.DOTALL)
+    text, found = re.subn(f"{start}.*?{end}", lambda _: block, page.read_text(), flags=re.DOTALL)
+    if not found:
+        raise SystemExit(f"{page} has no place for it: {start} … {end}")
     page.write_text(text)
 
 

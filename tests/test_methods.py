@@ -21,6 +21,7 @@ METHODS = {
     "DP-Adam": {"preconditioner": "none"},
     "Synthetic DP-KFC": {},
     "Synthetic DP-KFC (words)": {"probe": "words"},
+    "Synthetic DP-KFC, inputs only": {"kfac_sides": "inputs"},
     "Public DP-KFC": PUBLIC,
     "Oracle DP-KFC": {"probe": "oracle"},
     "AdaDPS (public)": {"preconditioner": "diagonal", **PUBLIC},

@@ -7,13 +7,14 @@ under the former's name; here both have their right names. Masked positions are 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from hf_dpkfc.curvature.roots import Root, root_of_covariance, root_of_rows
+from hf_dpkfc.curvature.roots import Root, identity_root, root_of_covariance, root_of_rows
 from hf_dpkfc.layers.gradients import OuterGradient
 
 
@@ -115,6 +116,38 @@ class ExpandedFactor:
     def root(self, damping: float, rank: int | None) -> Root:
         """From the covariance."""
         return root_of_covariance(self.covariance(), damping, rank)
+
+
+@dataclass
+class IdentityFactor:
+    """Stands for a side that keeps its geometry; it only knows whether anything arrived.
+
+    Attributes:
+        width: Of the side.
+    """
+
+    width: int
+    size: float = 0.0
+
+    def add(self, x: Tensor, mask: Tensor) -> None:
+        """Count in nothing but its size."""
+        self.size += float((x * mask).double().square().sum())
+
+    def trace(self) -> float:
+        """That of the identity."""
+        return float(self.width) if math.isfinite(self.size) else math.nan
+
+    def signal(self) -> float:
+        """Nothing is summed, so nothing cancels."""
+        return float(self.size > 0)
+
+    def covariance(self) -> Tensor:
+        """The identity."""
+        return torch.eye(self.width, dtype=torch.float64)
+
+    def root(self, damping: float, rank: int | None) -> Root:
+        """The identity: balance would undo any scale."""
+        return identity_root(self.width)
 
 
 @dataclass

@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_dpkfc.curvature.factors import ExpandedFactor, Factor, FactorPair, ReducedFactor
+from hf_dpkfc.curvature.factors import (
+    ExpandedFactor,
+    Factor,
+    FactorPair,
+    IdentityFactor,
+    ReducedFactor,
+)
 from hf_dpkfc.curvature.preconditioner import (
     ElementwiseMap,
     GramCache,
@@ -21,7 +27,7 @@ from hf_dpkfc.curvature.preconditioner import (
     ScalarMap,
 )
 from hf_dpkfc.curvature.probes import Probe
-from hf_dpkfc.curvature.roots import Root, identity_root
+from hf_dpkfc.curvature.roots import Root
 from hf_dpkfc.errors import ConfigurationError, ProbeError
 from hf_dpkfc.layers.capture import Captured, PerExampleLoss, capture
 from hf_dpkfc.layers.gradients import OuterGradient, PerSampleGradient
@@ -42,7 +48,8 @@ class CurvatureOptions:
     Attributes:
         kind: "kfac", "diagonal" (AdaDPS) or "none".
         approx: K-FAC's treatment of positions, "reduce" or "expand".
-        sides: "both", U_G g U_A; or "inputs", g U_A (Benzing 2022), which doesn't age with the head.
+        sides: "both", U_G g U_A; or "inputs", g U_A, which doesn't age with the head (after FOOF,
+            Benzing 2022, which takes A's whole inverse).
         damping: Added to the factors, relative to their mean eigenvalue.
         rank: Eigendirections kept per factor; None is exact.
         max_factor_dim: Wider factors fall back to low rank, with a note.
@@ -157,7 +164,7 @@ class Factors:
     noise_floor: float
     is_data_free: bool = True
 
-    def why_without(self, name: str, sides: str = "both") -> str | None:
+    def why_without(self, name: str) -> str | None:
         """Why a block's factors can't be used; None if they can.
 
         Raises:
@@ -166,11 +173,10 @@ class Factors:
         pair = self.pairs[name]
         if not math.isfinite(pair.A.trace() + pair.G.trace()):
             raise _not_finite(name)
-        signals = pair.A.signal(), pair.G.signal()
-        if min(signals) == 0:
-            return _AWAITS
-        used = signals[:1] if sides == "inputs" else signals
-        return None if min(used) > self.noise_floor else _CANCELS
+        signal = min(pair.A.signal(), pair.G.signal())
+        if signal > self.noise_floor:
+            return None
+        return _AWAITS if signal == 0 else _CANCELS
 
 
 def estimate_factors(
@@ -267,25 +273,23 @@ class _Passes:
 
 
 def _fit_kronecker(passes: _Passes) -> tuple[dict[str, LinearMap], list[str]]:
-    options = passes.options
     factors = _estimate_factors(passes)
-    _require_rank_below_widest(factors.pairs, options)
+    _require_rank_below_widest(factors.pairs, passes.options)
     notes: list[str] = []
     roots: dict[int, Root] = {}
     maps: dict[str, LinearMap] = {}
     for name, pair in factors.pairs.items():
-        reason = factors.why_without(name, options.sides)
+        reason = factors.why_without(name)
         if reason is not None:
             notes.append(f"{name}: identity, {reason}")
             maps[name] = ScalarMap()
             continue
-        for factor in (pair.A, pair.G) if options.sides == "both" else (pair.A,):
-            if options.approx == "expand" and isinstance(factor, ReducedFactor):
-                notes.append(f"{name}: reduced, {_too_wide(factor, options)}")
+        for factor in (pair.A, pair.G):
+            if passes.options.approx == "expand" and isinstance(factor, ReducedFactor):
+                notes.append(f"{name}: reduced, {_too_wide(factor, passes.options)}")
             if id(factor) not in roots:
-                roots[id(factor)] = _root(name, factor, options, notes)
-        root_G = roots.get(id(pair.G)) or identity_root(_width(pair.G))
-        maps[name] = KroneckerMap(roots[id(pair.A)], root_G)
+                roots[id(factor)] = _root(name, factor, passes.options, notes)
+        maps[name] = KroneckerMap(roots[id(pair.A)], roots[id(pair.G)])
     return maps, notes
 
 
@@ -322,7 +326,9 @@ def _new_pair(
     """Factors for a block; layers that read the same tensor share A."""
     a = gradient.a
     key = (a.data_ptr(), a.shape, gradient.ones is None)
-    G = _new_factor(gradient.delta.shape[-1], options, averages=False)
+    d_out = gradient.delta.shape[-1]
+    both = options.sides == "both"
+    G = _new_factor(d_out, options, averages=False) if both else IdentityFactor(d_out)
     is_shared = a.numel() > 0 and key in inputs
     if not is_shared:
         inputs[key] = (a, _new_factor(gradient.d_in, options, averages=True))
@@ -349,6 +355,9 @@ def _too_wide(factor: Factor, options: CurvatureOptions) -> str:
 
 
 def _width(factor: Factor) -> int:
+    """How many directions it may have; an identity that stands in has none of its own."""
+    if isinstance(factor, IdentityFactor):
+        return 0
     if isinstance(factor, ReducedFactor):
         return factor.rows[0].shape[-1]
     assert isinstance(factor, ExpandedFactor)
@@ -369,7 +378,10 @@ def _require_rank_below_widest(pairs: Mapping[str, FactorPair], options: Curvatu
 # LoRA's B starts at zero, so A gets no gradient; a zero-initialised head silences a backbone.
 _AWAITS = "no gradient reaches it yet"
 # Softmax ignores a shift common to all keys, so the δ of a key projection sum to zero.
-_CANCELS = "its gradients cancel over positions (kfac_approx='expand' sees them)"
+_CANCELS = (
+    "its gradients cancel over positions (kfac_approx='expand' sees them, kfac_sides='inputs' "
+    "doesn't need them)"
+)
 
 
 def _not_finite(name: str) -> ProbeError:

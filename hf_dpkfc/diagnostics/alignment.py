@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_dpkfc.curvature.factors import Factor, ReducedFactor
+from hf_dpkfc.curvature.factors import Factor, IdentityFactor, ReducedFactor
 from hf_dpkfc.curvature.fit import CurvatureOptions, Factors, estimate_factors
 from hf_dpkfc.curvature.probes import PublicDataProbe
 
@@ -43,6 +43,8 @@ class LayerAlignment:
 
 def inner(one: Factor, other: Factor) -> float:
     """⟨C₁, C₂⟩ = tr(C₁C₂); from rows where both are thin, so that no d×d matrix is formed."""
+    if isinstance(one, IdentityFactor):
+        return other.trace()
     if isinstance(one, ReducedFactor) and isinstance(other, ReducedFactor):
         X, Y = (torch.cat(factor.rows).double().cpu() for factor in (one, other))
         if max(len(X), len(Y)) < X.shape[1]:

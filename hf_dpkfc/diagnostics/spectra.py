@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from hf_dpkfc.curvature.factors import Factor, FactorPair, ReducedFactor
+from hf_dpkfc.curvature.factors import Factor, FactorPair, IdentityFactor, ReducedFactor
 from hf_dpkfc.curvature.fit import Factors
 
 
@@ -18,6 +18,8 @@ def eigenvalues(factor: Factor) -> Tensor:
 
     Directions that no probe spans have eigenvalue exactly zero.
     """
+    if isinstance(factor, IdentityFactor):
+        return torch.ones(factor.width, dtype=torch.float64)
     if not isinstance(factor, ReducedFactor):
         return torch.linalg.eigvalsh(factor.covariance().cpu()).flip(0).clamp(min=0)
     X = torch.cat(factor.rows).double().cpu()

@@ -42,7 +42,7 @@ class PrivacyStatement:
         num_releases: Releases charged in the ledger.
         ledger_sha256: Digest of the ledger file.
         claims_privacy: False where the factors saw private records.
-        preconditioner: Kind, approximation, damping, rank, probe: how the geometry was made.
+        preconditioner: Kind, approximation, sides, damping, rank, probe: how the geometry was made.
         randomness: The generator, never its seed.
         world_size: Number of processes.
         logged_unsafe_metrics: Un-noised facts were logged during training.

@@ -5,14 +5,18 @@ import pytest
 import torch
 
 from hf_dpkfc import PinkNoiseProbe
-from hf_dpkfc.curvature.factors import ExpandedFactor, FactorPair, ReducedFactor
+from hf_dpkfc.curvature.factors import ExpandedFactor, FactorPair, IdentityFactor, ReducedFactor
 from hf_dpkfc.curvature.fit import CurvatureOptions, Factors, estimate_factors
 from hf_dpkfc.diagnostics.alignment import align, inner, unsafe_oracle_factors
 
 
 def factor(n, d, seed, kind="reduce"):
     rows = torch.randn(n, 1, d, generator=torch.Generator().manual_seed(seed)).double()
-    made = {"reduce": ReducedFactor(averages=True), "expand": ExpandedFactor()}[kind]
+    made = {
+        "reduce": ReducedFactor(averages=True),
+        "expand": ExpandedFactor(),
+        "identity": IdentityFactor(d),
+    }[kind]
     made.add(rows, torch.ones(n, 1, 1).double())
     return made
 
@@ -21,7 +25,9 @@ def formed(pair):
     return torch.kron(pair.A.covariance(), pair.G.covariance())
 
 
-@pytest.mark.parametrize("kinds", [("reduce", "reduce"), ("reduce", "expand")])
+@pytest.mark.parametrize(
+    "kinds", [("reduce", "reduce"), ("reduce", "expand"), ("identity", "identity")]
+)
 @pytest.mark.parametrize("n", [3, 30])
 def test_inner_product_is_that_of_the_covariances(kinds, n):
     one, other = factor(n, 8, 0, kinds[0]), factor(n + 1, 8, 1, kinds[1])

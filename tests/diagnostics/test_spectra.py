@@ -86,6 +86,16 @@ def test_a_models_spectra_have_the_width_of_every_kfac_block():
     assert {layer.name: len(layer.F) for layer in spectra} == sizes
 
 
+def test_output_gradients_that_are_left_alone_have_the_identitys_spectrum():
+    model = models.build("bert")
+    probe = ZipfTokenProbe.for_model(model, tokenizers_zoo.build("bert"), max_length=12)
+    options = CurvatureOptions(num_batches=1, batch_size=8, sides="inputs")
+    spectra, notes = layer_spectra(estimate_factors(model, probe, options), damping=1.0)
+    assert not notes  # key projections among them
+    assert all(torch.equal(s.G.values, torch.ones_like(s.G.values)) for s in spectra)
+    assert all(s.G.condition_number == 1 for s in spectra)
+
+
 def test_thinning_keeps_both_ends():
     values = torch.arange(1000, 0, -1).double()
     points = thinned(values, 20)

@@ -258,6 +258,16 @@ def test_a_table_holds_mean_and_deviation_over_seeds(tmp_path):
     assert (tmp_path / "accuracy.svg").read_text().startswith("<?xml")
 
 
+def test_a_table_says_where_its_rows_had_other_options():
+    old = fake_run("none", 1.0, 0, 0.5) | {"options": {"bf16": True, "preconditioner": "none"}}
+    new = fake_run("synthetic", 1.0, 0, 0.6) | {"options": {"bf16": False, "probe": "auto"}}
+    table = tables.markdown({("none", 1.0): [old], ("synthetic", 1.0): [new]}, "Counted")
+    said = "Options differ. DP-SGD: `bf16=True`; Synthetic DP-KFC: `bf16=False`."
+    assert table.endswith(said)
+    alike = tables.markdown({("none", 1.0): [old], ("synthetic", 1.0): [new | old]}, "Counted")
+    assert "Options" not in alike
+
+
 def num_settings(path):
     trials = json.loads(path.read_text())["trials"]
     return len({(trial["learning_rate"], trial["clip_norm"]) for trial in trials})
