@@ -29,7 +29,6 @@ VARIANTS: tuple[Mapping[str, Any], ...] = (
     *({"damping": value} for value in (0.1, 0.3, 3.0, 10.0)),
     *({"rank": value} for value in (16, 32, None)),
     {"kfac_approx": "expand"},
-    {"kfac_sides": "inputs"},
     *({"layer_balance": value} for value in (0.0, 0.5)),
     *({"num_probe_batches": value} for value in (2, 5, 20)),
     {"probe_labels": "model"},
