@@ -119,14 +119,14 @@ def markdown(runs: Runs, title: str) -> str:
 def _options_note(runs: Runs) -> list[str]:
     """What differs between rows besides their methods: runs of another day or machine."""
     titles: dict[frozenset[tuple[str, Any]], dict[str, None]] = defaultdict(dict)
-    for (method, _), rs in runs.items():
+    for method in METHODS:
         own = METHODS[method].options
-        for run in rs:
+        for run in (run for (m, _), rs in runs.items() if m == method for run in rs):
             given = ((k, v) for k, v in run.get("options", {}).items() if k not in own)
             titles[frozenset(given)][_title(runs, method)] = None
     common = frozenset.intersection(*titles)
     groups = [
-        f"{', '.join(rows)}: " + (_shown(given - common) or "none of the others'")
+        f"{' and '.join(rows)}: " + (_shown(given - common) or "none of the others'")
         for given, rows in titles.items()
     ]
     return [] if len(groups) == 1 else [f"Options differ. {'; '.join(groups)}."]
