@@ -237,8 +237,9 @@ def table(results: Iterable[dict[str, Any]]) -> str:
 
 
 def render() -> str:
-    """The table of all committed results."""
-    return table(json.loads(path.read_text()) for path in sorted(ACCURACY.glob("*.json")))
+    """The table of all committed results, and what made them."""
+    results = [json.loads(path.read_text()) for path in sorted(ACCURACY.glob("*.json"))]
+    return "\n\n".join([*(f"`{r['command']}`" for r in results), table(results)])
 
 
 def main() -> None:
