@@ -278,10 +278,33 @@ def save(model_name: str, result: dict, num_sequences: int) -> None:
     rounded = json.loads(json.dumps(result), parse_float=lambda x: round(float(x), 4))
     command = f"python recipes/probe_alignment.py --models {model_name} --sequences {num_sequences}"
     RESULTS.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"command": command, "max_length": MAX_LENGTH} | rounded, indent=1)
-    # A layer's figures on one line keep the file readable.
-    text = re.sub(r"\{[^{}]*\}", lambda m: re.sub(r"\s+", " ", m.group()), text)
-    (RESULTS / f"{model_name}.json").write_text(text + "\n")
+    write(RESULTS / f"{model_name}.json", {"command": command, "max_length": MAX_LENGTH} | rounded)
+
+
+def write(path: Path, result: dict) -> None:
+    """By columns, each on one line: layers' names stand once, null where a probe has no figure."""
+    probes = [layers for by_probe in result["layers"].values() for layers in by_probe.values()]
+    names = list(dict.fromkeys(name for layers in probes for name in layers))
+
+    def columns(layers: dict[str, dict[str, float]]) -> dict[str, list[float | None]]:
+        return {key: [layers.get(name, {}).get(key) for name in names] for key in FIGURES}
+
+    packed = {t: {p: columns(x) for p, x in ps.items()} for t, ps in result["layers"].items()}
+    text = json.dumps(result | {"layer_names": names, "layers": packed}, indent=1)
+    path.write_text(re.sub(r"\[[^\[\]]*\]", lambda m: " ".join(m.group().split()), text) + "\n")
+
+
+def read(path: Path) -> dict:
+    """What :func:`write` was given."""
+    result = json.loads(path.read_text())
+    names = result.pop("layer_names")
+
+    def layers(columns: dict[str, list[float | None]]) -> dict[str, dict[str, float]]:
+        rows = zip(names, zip(*columns.values(), strict=True), strict=True)
+        return {n: dict(zip(columns, row, strict=True)) for n, row in rows if None not in row}
+
+    unpacked = {t: {p: layers(c) for p, c in ps.items()} for t, ps in result["layers"].items()}
+    return result | {"layers": unpacked}
 
 
 def table(result: dict) -> str:
@@ -336,7 +359,7 @@ def plot(model_name: str, result: dict) -> None:
 def render() -> None:
     """Tables into the results page, and plots, from the committed JSON."""
     for path in sorted(RESULTS.glob("*.json")):
-        result = json.loads(path.read_text())
+        result = read(path)
         content = f"`{result['command']}`\n\n{table(result)}"
         tables.fill(RESULTS / "README.md", path.stem, content)
         plot(path.stem, result)
