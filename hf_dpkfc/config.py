@@ -203,9 +203,30 @@ class DPKFCConfig(TrainingArguments):
             self.probe_language,
         )
 
-    def probe_language_facts(self) -> dict[str, str]:
-        """What card and ledger say about the probes' language; nothing where they have none."""
-        return {"probe_language": self.probe_language} if self.probe == "words" else {}
+    def preconditioner_facts(self) -> dict[str, Any]:
+        """What a statement says about the geometry."""
+        return {name: getattr(self, option) for name, option in self._stated_geometry()}
+
+    def stated_options(self) -> dict[str, str]:
+        """What a statement says of every step, by option: a run keeps it to its end."""
+        options = [option for _, option in self._stated_geometry()]
+        return {
+            **{option: str(getattr(self, option)) for option in [*options, "secure_rng"]},
+            "dp_optimizer": str(self.dp_optimizer_facts()),
+        }
+
+    def _stated_geometry(self) -> list[tuple[str, str]]:
+        """Names in a statement, and the options behind them."""
+        language = [("probe_language", "probe_language")] if self.probe == "words" else []
+        return [
+            ("kind", "preconditioner"),
+            ("probe", "probe"),
+            *language,
+            ("approx", "kfac_approx"),
+            ("sides", "kfac_sides"),
+            ("damping", "damping"),
+            ("rank", "rank"),
+        ]
 
     def geometry(self, probe: Any) -> Geometry:
         """When and from what the preconditioner is renewed."""

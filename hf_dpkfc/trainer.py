@@ -706,7 +706,7 @@ class DPKFCTrainer(Trainer):
                     plan,
                     continues=self._continues,
                     claims_privacy=self.args.claims_privacy,
-                    description=self._description(),
+                    description=self.args.stated_options(),
                 )
             except Exception as error:  # every rank must hear of it, or the others wait forever
                 failure = error
@@ -714,15 +714,6 @@ class DPKFCTrainer(Trainer):
         if failure is not None:
             raise failure
         return peers.broadcast(key), ledger
-
-    def _description(self) -> dict[str, str]:
-        """What the card says of every step, by the names of the options."""
-        return {
-            "preconditioner": self.args.preconditioner,
-            "probe": self.args.probe,
-            "secure_rng": str(self.args.secure_rng),
-            **self.args.probe_language_facts(),
-        }
 
     def _abandon_trial(self) -> None:
         """A trial that was pruned or failed is never resumed, so its key goes with it."""
@@ -800,13 +791,7 @@ class DPKFCTrainer(Trainer):
             ledger_sha256=self._files.ledger_digest(),
             claims_privacy=args.claims_privacy,
             preconditioner={
-                "kind": args.preconditioner,
-                "probe": args.probe,
-                **args.probe_language_facts(),
-                "approx": args.kfac_approx,
-                "sides": args.kfac_sides,
-                "damping": args.damping,
-                "rank": args.rank,
+                **args.preconditioner_facts(),
                 "is_data_free": maps is None or maps.is_data_free,
             },
             randomness=SECURE_RANDOMNESS if args.secure_rng else FAST_RANDOMNESS,
