@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 
+import overview
 import tables
+from tables import RESULTS
 
-RESULTS = Path(__file__).parent / "results"
 README = Path(__file__).parents[1] / "README.md"
 
 TITLES = {
@@ -17,16 +19,17 @@ TITLES = {
 }
 
 
-def render() -> str:
-    """All tables, with their plots."""
-    return "\n\n".join([*tables.all_tables(), *_accuracy(), *_throughput()])
+def render() -> Mapping[str, str]:
+    """What stands between each pair of the README's marks."""
+    return {
+        "results": f"{overview.table()}\n\n![gains](recipes/results/{overview.PLOT})",
+        "demo": "\n\n".join(_demo()),
+        "speed": "\n\n".join(_throughput()),
+    }
 
 
-def _accuracy() -> list[str]:
-    path = RESULTS / "quickstart.json"
-    if not path.exists():
-        return []
-    result = json.loads(path.read_text())
+def _demo() -> list[str]:
+    result = json.loads((RESULTS / "quickstart.json").read_text())
     by_arm = defaultdict(list)
     for run in result["runs"]:
         by_arm[run["arm"]].append(run)
@@ -70,7 +73,8 @@ def _throughput_of(result: dict, title: str) -> list[str]:
 
 
 def main() -> None:
-    tables.fill(README, "results", render())
+    for mark, content in render().items():
+        tables.fill(README, mark, content)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from encoders import (
     tiny_checkpoint,
     tokenized_splits,
 )
-from methods import SIX_POINTS, THREE_POINTS
+from methods import EIGHT_POINTS, THREE_POINTS
 from task import Task, Trials, main
 from transformers import AutoTokenizer
 
@@ -47,7 +47,7 @@ from transformers import AutoTokenizer
 EPOCHS = {"head": 20, "lora": 2, "full": 2}
 RATE_SCALE = {"head": 300.0, "lora": 10.0, "full": 3.0}
 MICRO_BATCH = {"head": 256, "lora": 64, "full": 32}  # small where padding costs time
-GRID = {"head": SIX_POINTS, "lora": THREE_POINTS, "full": THREE_POINTS}
+GRID = {"head": EIGHT_POINTS, "lora": THREE_POINTS, "full": THREE_POINTS}
 
 _EPOCHS_HELP = "default: 5 for stackoverflow, else by mode: " + ", ".join(
     f"{epochs} {mode}" for mode, epochs in EPOCHS.items()

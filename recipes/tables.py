@@ -1,6 +1,6 @@
 """Renders a task's table (mean ± standard deviation over seeds) and ε–accuracy plot from its JSON.
 
-python recipes/tables.py renders every task again, without running anything.
+python recipes/overview.py renders every task again, without running anything.
 """
 
 from __future__ import annotations
@@ -17,73 +17,6 @@ from methods import METHODS
 
 RESULTS = Path(__file__).parent / "results"
 
-# What this project's machine may have no data for, or hasn't had the time: folder of results,
-# subject, command, ε.
-WANTED: tuple[tuple[str, str, str, tuple[float, ...]], ...] = (
-    ("mnist", "MNIST, the paper's CNN", "mnist_cnn --data-dir DIR --jobs 2", (1, 3, 8)),
-    (
-        "fashion_mnist",
-        "FashionMNIST ← MNIST, the paper's CNN",
-        "fashion_transfer --data-dir DIR --jobs 2",
-        (1, 3, 8),
-    ),
-    *(
-        (
-            f"{data}_{mode}",
-            f"{title}, MiniLM, {mode}",
-            f"stackoverflow_bert --data {data} --model minilm --train {mode} {options}"
-            f"--data-dir DIR --methods {methods}",
-            epsilons,
-        )
-        for data, title, mode, options, methods, epsilons in (
-            (
-                "complaints",
-                "Consumer complaints",
-                "lora",
-                "--length 32 --epochs 3 --batch-size 256 --head-rate 10 ",
-                "none public synthetic synthetic-inputs words oracle",
-                (1, 3),
-            ),
-            (
-                "rotten_tomatoes",
-                "Rotten Tomatoes",
-                "lora",
-                "",
-                "none public synthetic synthetic-inputs oracle",
-                (3,),
-            ),
-            (
-                "rotten_tomatoes",
-                "Rotten Tomatoes",
-                "full",
-                "--batch-size 256 --head-rate 10 ",
-                "none synthetic",
-                (3,),
-            ),
-        )
-    ),
-    (
-        "pathmnist",
-        "PathMNIST ← MNIST, the paper's CNN",
-        "fashion_transfer --target path --data-dir DIR",
-        (1,),
-    ),
-    ("cifar100_full", "CIFAR-100, DeiT-tiny, end to end", "cifar100_vit", (1, 3, 8)),
-    ("cifar100_head", "CIFAR-100, DeiT-tiny, head", "cifar100_vit --train head", (1, 3, 8)),
-    (
-        "stackoverflow-tags_head",
-        "StackOverflow, main tag, BERT-base, head (public proxy AG News)",
-        "stackoverflow_bert --task tags",
-        (1, 3, 8),
-    ),
-    (
-        "stackoverflow-next-word_head",
-        "StackOverflow, next word, BERT-base, head (public proxy AG News)",
-        "stackoverflow_bert --task next-word",
-        (1, 3, 8),
-    ),
-)
-
 Runs = Mapping[tuple[str, float], list[dict[str, Any]]]
 
 
@@ -94,6 +27,11 @@ def runs_in(folder: Path) -> Runs:
         run = json.loads(path.read_text())
         runs[run["method"], run["epsilon"]].append(run)
     return runs
+
+
+def accuracies(runs: Runs, method: str, epsilon: float) -> list[float]:
+    """Test accuracies of a method at an ε, in percent; none if it wasn't run."""
+    return [100 * run["test_accuracy"] for run in runs.get((method, epsilon), [])]
 
 
 def markdown(runs: Runs, title: str) -> str:
@@ -154,7 +92,7 @@ def _rank_note(runs: Runs) -> str:
 
 def _cell(runs: Runs, method: str, epsilon: float) -> str:
     key = (method, epsilon)
-    return spread(_accuracies(runs[key])) if key in runs else "–"
+    return spread(accuracies(runs, *key)) if key in runs else "–"
 
 
 def spread(values: list[float]) -> str:
@@ -176,17 +114,15 @@ def fill(page: Path, mark: str, content: str) -> None:
 
 def plot(runs: Runs, title: str, path: Path) -> None:
     """ε against test accuracy, with one standard deviation."""
-    import matplotlib
     from matplotlib.figure import Figure
 
-    matplotlib.rcParams["svg.hashsalt"] = "hf_dpkfc"  # the same runs give the same file
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     for method in METHODS:
         epsilons = sorted(e for m, e in runs if m == method)
         if not epsilons:
             continue
-        values = [_accuracies(runs[method, e]) for e in epsilons]
+        values = [accuracies(runs, method, e) for e in epsilons]
         means = [statistics.mean(v) for v in values]
         deviations = [statistics.stdev(v) if len(v) > 1 else 0.0 for v in values]
         label = _title(runs, method)
@@ -196,7 +132,15 @@ def plot(runs: Runs, title: str, path: Path) -> None:
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
     axes.legend(fontsize="small")
-    figure.savefig(path, metadata={"Date": None})
+    save(figure, path)
+
+
+def save(figure: Any, path: Path) -> None:
+    """As SVG; the same runs give the same file."""
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.hashsalt": "hf_dpkfc"}):
+        figure.savefig(path, metadata={"Date": None})
 
 
 def write(folder: Path, title: str) -> str:
@@ -210,29 +154,6 @@ def write(folder: Path, title: str) -> str:
     return table
 
 
-def not_run_here(results: Path = RESULTS) -> str:
-    """What is wanted and has no results here, each with the command that makes it."""
-    lines = ["| task | ε | test accuracy | command |", "|---|---|---|---|"]
-    for folder, subject, command, epsilons in WANTED:
-        missing = [
-            e for e in epsilons if not any((results / folder).glob(f"*_eps{e:g}_seed*.json"))
-        ]
-        if missing:
-            shown = " ".join(f"{epsilon:g}" for epsilon in missing)
-            call = f"`python recipes/compare.py {command} --epsilons {shown}`"
-            lines.append(f"| {subject} | {shown.replace(' ', ', ')} | not run here | {call} |")
-    return "\n".join(lines)
-
-
-def all_tables(results: Path = RESULTS) -> list[str]:
-    """Every task's table, then what wasn't run."""
-    parts = []
-    for folder in folders_in(results):
-        runs = runs_in(folder)
-        parts += [markdown(runs, title_of(runs)), f"![{folder.name}]({_plot_link(folder)})"]
-    return [*parts, not_run_here(results)]
-
-
 def folders_in(results: Path) -> list[Path]:
     """Folders of tasks with final runs."""
     return sorted({path.parent for path in results.glob("*/*_seed*.json")})
@@ -243,23 +164,5 @@ def title_of(runs: Runs) -> str:
     return next(iter(runs.values()))[0]["task_title"]
 
 
-def _plot_link(folder: Path) -> str:
-    return f"recipes/results/{folder.name}/accuracy.svg"
-
-
 def _title(runs: Runs, method: str) -> str:
     return next(rs[0]["title"] for (m, _), rs in runs.items() if m == method)
-
-
-def _accuracies(runs: Iterable[Mapping[str, Any]]) -> list[float]:
-    return [100 * run["test_accuracy"] for run in runs]
-
-
-def main() -> None:
-    for folder in folders_in(RESULTS):
-        print(write(folder, title_of(runs_in(folder))) + "\n")
-    print(not_run_here())
-
-
-if __name__ == "__main__":
-    main()

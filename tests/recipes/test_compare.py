@@ -63,7 +63,7 @@ def invented(setting, accuracy):
     return setting._asdict() | {"validation_accuracy": accuracy}
 
 
-@pytest.mark.parametrize("grids", GRIDS, ids=["six", "three"])
+@pytest.mark.parametrize("grids", GRIDS, ids=["six", "eight", "three"])
 def test_every_family_has_the_same_number_of_trials(grids):
     assert len({len(set(grid)) for grid in grids.values()}) == 1
 
@@ -302,24 +302,6 @@ def test_the_same_runs_give_the_same_plot(tmp_path):
         tables.write(tmp_path, "Counted")
         drawn.append((tmp_path / "accuracy.svg").read_bytes())
     assert drawn[0] == drawn[1]
-
-
-def test_a_row_without_results_says_how_to_make_them(tmp_path):
-    rows = tables.not_run_here(tmp_path)
-    command = "`python recipes/compare.py cifar100_vit --epsilons"
-    assert f"| 1, 3, 8 | not run here | {command} 1 3 8` |" in rows
-    (tmp_path / "cifar100_full").mkdir()
-    run = fake_run("none", 1.0, 0, 0.5)
-    (tmp_path / "cifar100_full/none_eps1_seed0.json").write_text(json.dumps(run))
-    assert f"| 3, 8 | not run here | {command} 3 8` |" in tables.not_run_here(tmp_path)
-
-
-@pytest.mark.parametrize("command", [row[2] for row in tables.WANTED])
-def test_commands_of_rows_that_were_not_run_are_accepted(command):
-    name, *arguments = command.split()
-    module = importlib.import_module(name)
-    own = options_of(module).parse_known_args(arguments)[1]
-    assert compare.parser().parse_args([name, *own]).recipe == name
 
 
 def smoke_comparison(results):
