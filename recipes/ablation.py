@@ -1,6 +1,6 @@
-"""What each option of the geometry is worth: one at a time around the defaults, Synthetic DP-KFC.
+"""What each option of the geometry is worth around the defaults of Synthetic DP-KFC.
 
-Every variant gets the same trials as tuning does (task.py), with several seeds, on validation
+One option at a time, with both sides or with the inputs' root alone. Every variant gets the same trials as tuning does (task.py), with several seeds, on validation
 records, at the learning rate and clip norm that tuning chose for the defaults: so a variant that
 would want another rate is at a disadvantage, and only clear differences mean anything. Variants
 that were measured with the same trials before are kept.
@@ -32,6 +32,10 @@ VARIANTS: tuple[Mapping[str, Any], ...] = (
     *({"layer_balance": value} for value in (0.0, 0.5)),
     *({"num_probe_batches": value} for value in (2, 5, 20)),
     {"probe_labels": "model"},
+    {"kfac_sides": "inputs"},
+    {"kfac_sides": "inputs", "damping": 0.1},
+    {"kfac_sides": "inputs", "kfac_approx": "expand"},
+    *({"pink_alpha": value} for value in (0.0, 0.5, 1.5)),
 )
 FIRST_SEED = 2000  # no tuning trial and no final run has these initial weights
 
