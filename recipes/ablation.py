@@ -1,9 +1,10 @@
 """What each option of the geometry is worth around the defaults of Synthetic DP-KFC.
 
-One option at a time, with both sides or with the inputs' root alone. Every variant gets the same trials as tuning does (task.py), with several seeds, on validation
-records, at the learning rate and clip norm that tuning chose for the defaults: so a variant that
-would want another rate is at a disadvantage, and only clear differences mean anything. Variants
-that were measured with the same trials before are kept.
+One option at a time, with both sides or with the inputs' root alone. Every variant gets the same
+trials as tuning does (task.py), with several seeds, on validation records, at the learning rate and
+clip norm that tuning chose for the defaults: so a variant that would want another rate is at a
+disadvantage, and only clear differences mean anything. Variants that were measured with the same
+trials before are kept.
 
     python recipes/ablation.py fashion_transfer --data-dir DIR --epsilon 1 --seeds 3 --jobs 2
 """
