@@ -209,9 +209,10 @@ class DPKFCConfig(TrainingArguments):
 
     def stated_options(self) -> dict[str, str]:
         """What a statement says of every step, by option: a run keeps it to its end."""
-        options = [option for _, option in self._stated_geometry()]
+        geometry = [option for _, option in self._stated_geometry()]
+        options = [*geometry, "secure_rng", "log_unsafe_metrics"]
         return {
-            **{option: str(getattr(self, option)) for option in [*options, "secure_rng"]},
+            **{option: str(getattr(self, option)) for option in options},
             "dp_optimizer": str(self.dp_optimizer_facts()),
         }
 

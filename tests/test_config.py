@@ -141,3 +141,9 @@ def test_both_epsilon_and_noise_are_refused(tmp_path):
 
 def test_our_default_leaves_the_private_gradient_unclipped(tmp_path):
     assert settings.config(tmp_path).max_grad_norm == 0.0
+
+
+@pytest.mark.parametrize("is_logged", [True, False])
+def test_a_run_keeps_to_its_end_whether_it_logs_unsafe_metrics(tmp_path, is_logged):
+    args = settings.config(tmp_path, log_unsafe_metrics=is_logged)
+    assert args.stated_options()["log_unsafe_metrics"] == str(is_logged)
