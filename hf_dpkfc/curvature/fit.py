@@ -51,7 +51,7 @@ class CurvatureOptions:
         sides: "both", U_G g U_A; or "inputs", g U_A, which doesn't age with the head (after FOOF,
             Benzing 2022, which takes A's whole inverse).
         damping: Added to the factors, relative to their mean eigenvalue.
-        rank: Eigendirections kept per factor; None is exact.
+        rank: Eigendirections kept per factor; None, or as many as it has, is exact.
         max_factor_dim: Wider factors fall back to low rank, with a note.
         layer_balance: How preconditioned layers share the clip norm: 1 as their raw gradients do,
             0 equally.
@@ -130,7 +130,6 @@ def fit_preconditioner(
         table: The table of routes, if the caller has it.
 
     Raises:
-        ConfigurationError: If ``rank`` is above the width of every factor.
         ProbeError: If probing gives non-finite factors.
     """
     options = options or CurvatureOptions()
@@ -274,7 +273,6 @@ class _Passes:
 
 def _fit_kronecker(passes: _Passes) -> tuple[dict[str, LinearMap], list[str]]:
     factors = _estimate_factors(passes)
-    _require_rank_below_widest(factors.pairs, passes.options)
     notes: list[str] = []
     roots: dict[int, Root] = {}
     maps: dict[str, LinearMap] = {}
@@ -344,7 +342,7 @@ def _new_factor(width: int, options: CurvatureOptions, *, averages: bool) -> Fac
 def _root(name: str, factor: Factor, options: CurvatureOptions, notes: list[str]) -> Root:
     rank = options.rank
     width = _width(factor)
-    if width > options.max_factor_dim and rank is None:
+    if width > options.max_factor_dim and (rank is None or rank >= width):
         rank = CurvatureOptions.rank
         notes.append(f"{name}: rank {rank}, {_too_wide(factor, options)}")
     return factor.root(options.damping, rank)
@@ -363,16 +361,6 @@ def _width(factor: Factor) -> int:
     assert isinstance(factor, ExpandedFactor)
     assert factor.total is not None
     return len(factor.total)
-
-
-def _require_rank_below_widest(pairs: Mapping[str, FactorPair], options: CurvatureOptions) -> None:
-    widest = max((_width(f) for pair in pairs.values() for f in (pair.A, pair.G)), default=None)
-    if options.rank is not None and widest is not None and options.rank > widest:
-        raise ConfigurationError(
-            f"rank={options.rank} with factors of width {widest} at most.",
-            why="a factor has no more directions than its width.",
-            way_out=f"choose rank ≤ {widest}, or rank=None for exact roots.",
-        )
 
 
 # LoRA's B starts at zero, so A gets no gradient; a zero-initialised head silences a backbone.

@@ -166,7 +166,7 @@ def root_of_rows(rows: Tensor, damping: float, rank: int | None) -> Root:
     Args:
         rows: X, [n, d].
         damping: Relative to the mean eigenvalue of C.
-        rank: Eigendirections kept; None keeps all, which is exact.
+        rank: Eigendirections kept; all, which is exact, for None and from min(n, d) on.
     """
     X = rows.double().cpu()
     n, d = X.shape

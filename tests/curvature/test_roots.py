@@ -40,6 +40,15 @@ def test_rank_k_keeps_the_top_and_replaces_the_rest_by_its_mean(shape):
     torch.testing.assert_close(reference.explicit_root(root), expected)
 
 
+@pytest.mark.parametrize(
+    ("shape", "rank"), [((5, 40), 5), ((5, 40), 20), ((5, 40), 41), ((80, 40), 40), ((80, 40), 64)]
+)
+def test_a_rank_of_all_rows_or_of_the_whole_width_is_exact(shape, rank):
+    X = rows(*shape)
+    whole, exact = (dict(root_of_rows(X, 0.1, k).tensors()) for k in (rank, None))
+    assert all(torch.equal(whole[name], exact[name]) for name in exact)
+
+
 def test_subspace_iteration_finds_the_top_of_a_wide_covariance():
     X = rows(200, 1100)
     X[:, :8] *= 10
