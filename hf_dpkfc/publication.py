@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from hf_dpkfc.diagnostics.rundata import evaluation_metrics
 from hf_dpkfc.errors import PublishingError, UnsupportedTaskError
 from hf_dpkfc.losses import Task, task_of, unwrapped
 from hf_dpkfc.publishing.card import CardFacts, is_ours_alone, read_card, render_card
@@ -23,7 +24,6 @@ from hf_dpkfc.publishing.upload import create_repository, push_folder, remote_re
 
 logger = logging.getLogger(__name__)
 
-_SPEED_SUFFIXES = ("runtime", "samples_per_second", "steps_per_second")
 _PIPELINE_TAGS = {
     Task.TOKEN_LABEL: "token-classification",
     Task.SPAN: "question-answering",
@@ -88,17 +88,9 @@ def _is_hub_id(origin: str) -> bool:
 
 
 def _quotable(evaluation: Mapping[str, Any]) -> dict[str, float]:
-    """What an evaluation says of the model: not how fast it ran, nor of private records."""
-    return {
-        name.removeprefix("eval_"): float(value)
-        for name, value in evaluation.items()
-        if name.startswith("eval_") and not name.endswith(_SPEED_SUFFIXES) and _is_number(value)
-    }
-
-
-def _is_number(value: object) -> bool:
-    """The Hub refuses a card with NaN or infinity in it."""
-    return isinstance(value, int | float) and math.isfinite(value)
+    """The metrics of held-out records; the Hub refuses a card with NaN or infinity in it."""
+    metrics = evaluation_metrics(evaluation)
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def _pipeline_tag(model: nn.Module) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -15,8 +15,8 @@ from hf_dpkfc.privacy.plan import PrivacyPlan
 from hf_dpkfc.publishing.statement import STATEMENT_NAME, PrivacyStatement
 from hf_dpkfc.runs import LEDGER_NAME, TRAINER_STATE_NAME, TUNING_NAME, RunFolder
 
-# Of an evaluation: what tells about the machine, not about the model.
-_SPEED_SUFFIXES = ("_runtime", "_per_second", "_compilation_time")
+# Of an evaluation: what tells about the machine or the training, not about the model.
+_NO_METRIC_SUFFIXES = ("_time", "_runtime", "_per_second", "_epoch")
 
 
 @dataclass
@@ -164,8 +164,8 @@ def _trainer_states(folder: Path) -> Iterator[Path]:
     yield from sorted((p for p in found if p.exists()), key=lambda p: -p.stat().st_mtime)
 
 
-def evaluation_metrics(logs: dict[str, Any]) -> dict[str, float]:
-    """The numbers of an evaluation on held-out records, without speeds.
+def evaluation_metrics(logs: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of an evaluation on held-out records, without timings; for report and card.
 
     Metrics of training records (``unsafe_train_``) aren't among them.
     """
@@ -174,7 +174,7 @@ def evaluation_metrics(logs: dict[str, Any]) -> dict[str, float]:
         for name, value in logs.items()
         if name.startswith("eval_")
         and isinstance(value, int | float)
-        and not name.endswith(_SPEED_SUFFIXES)
+        and not name.endswith(_NO_METRIC_SUFFIXES)
     }
 
 

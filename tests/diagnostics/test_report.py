@@ -6,12 +6,14 @@ from html.parser import HTMLParser
 
 import pytest
 import settings
+from torch import nn
 
 from hf_dpkfc.cli import main
 from hf_dpkfc.diagnostics.record import DIAGNOSTICS_NAME
 from hf_dpkfc.diagnostics.report import write_report
-from hf_dpkfc.diagnostics.rundata import read_run
+from hf_dpkfc.diagnostics.rundata import evaluation_metrics, read_run
 from hf_dpkfc.errors import ConfigurationError
+from hf_dpkfc.publication import CardOptions
 from hf_dpkfc.runs import LEDGER_NAME
 
 SECTIONS = [
@@ -166,6 +168,28 @@ def test_evaluations_come_from_hfs_state_where_there_are_no_diagnostics(run):
     history = [{"step": 3, "eval_accuracy": 0.75, "eval_runtime": 1.0, "unsafe_train_loss": 1.0}]
     (run / "trainer_state.json").write_text(json.dumps({"log_history": history}))
     assert read_run(run).evaluations == [(3, {"accuracy": 0.75})]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "eval_runtime",
+        "eval_samples_per_second",
+        "eval_tokens_per_second",
+        "eval_model_preparation_time",
+        "eval_jit_compilation_time",
+        "eval_second_runtime",
+        "eval_epoch",
+        "epoch",
+        "unsafe_train_loss",
+        "test_accuracy",
+    ],
+)
+def test_what_is_no_metric_of_held_out_records_is_in_neither_report_nor_card(name):
+    evaluation = {"eval_accuracy": 0.75, "eval_overtime": 2, name: 1.0}
+    metrics = {"accuracy": 0.75, "overtime": 2.0}
+    assert evaluation_metrics(evaluation) == metrics
+    assert CardOptions().facts(nn.Linear(1, 1), "name", evaluation).metrics == metrics
 
 
 def test_a_changed_ledger_is_told(run):
