@@ -170,9 +170,9 @@ def test_a_factor_above_the_cap_falls_back_to_low_rank_and_says_so():
 
 @pytest.mark.parametrize("options", [{}, {"approx": "expand"}, {"max_factor_dim": 20}], ids=str)
 def test_a_rank_above_every_width_gives_the_exact_preconditioner(options):
-    exact, capped = (fit(models.build("bert"), rank=rank, **options) for rank in (None, 1000))
-    assert capped.fingerprint == exact.fingerprint
-    assert capped.notes == exact.notes
+    exact, ranked = (fit(models.build("bert"), rank=rank, **options) for rank in (None, 1000))
+    assert ranked.fingerprint == exact.fingerprint
+    assert ranked.notes == exact.notes
 
 
 @pytest.mark.parametrize("labels", ["uniform", "model"])
