@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from transformers.pytorch_utils import Conv1D
 
-from hf_dpkfc.errors import UnsupportedLayerError
+from hf_dpkfc.errors import ConfigurationError, UnsupportedLayerError
 
 
 class Kind(StrEnum):
@@ -44,6 +44,8 @@ class Form(StrEnum):
 
 
 OUTER_KINDS = {Kind.LINEAR, Kind.CONV1D, Kind.CONV2D}
+
+_NOTHING_TRAINS = "No parameter of the model trains: all are frozen."
 
 # A leaf module with more parameters than this isn't differentiated example by example.
 MAX_VJP_PARAMETERS = 2**20
@@ -135,10 +137,11 @@ class RouteTable:
         return iter(self.blocks)
 
     def require_covered(self) -> RouteTable:
-        """The table itself, if nothing is refused.
+        """The table itself, if nothing is refused and something trains.
 
         Raises:
             UnsupportedLayerError: Naming every refused parameter.
+            ConfigurationError: If every parameter is frozen.
         """
         if self.refusals:
             first = self.refusals[0]
@@ -148,9 +151,18 @@ class RouteTable:
                 why=first.why,
                 way_out=first.way_out,
             )
+        if not self.blocks:
+            raise ConfigurationError(
+                _NOTHING_TRAINS,
+                why="there is no gradient, so a step would be charged and change nothing.",
+                way_out="unfreeze a part of it with requires_grad_(True), for instance its head, "
+                "or add LoRA with peft.get_peft_model.",
+            )
         return self
 
     def __str__(self) -> str:
+        if not self.blocks and not self.refusals:
+            return _NOTHING_TRAINS
         rows = [("parameter", "shape", "route", "treatment")]
         for block in self.blocks:
             kinds = " + ".join(dict.fromkeys(use.kind.value for use in block.uses))

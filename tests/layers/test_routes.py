@@ -6,7 +6,7 @@ import torch
 from opacus.grad_sample import GradSampleModule, register_grad_sampler
 from torch import nn
 
-from hf_dpkfc.errors import UnsupportedLayerError
+from hf_dpkfc.errors import ConfigurationError, UnsupportedLayerError
 from hf_dpkfc.layers.capture import capture
 from hf_dpkfc.layers.routes import Form, inspect_model
 
@@ -32,6 +32,13 @@ def test_every_trainable_parameter_is_in_exactly_one_block(name):
 def test_frozen_parameters_are_in_no_block():
     table = inspect_model(models.only_head(models.build("bert")))
     assert [n for b in table for n in b.parameters] == ["classifier.weight", "classifier.bias"]
+
+
+def test_a_model_without_trainable_parameters_is_refused_and_says_so_in_print():
+    table = inspect_model(models.build("bert").requires_grad_(False))
+    assert str(table) == "No parameter of the model trains: all are frozen."
+    with pytest.raises(ConfigurationError, match=r"No parameter[\s\S]*requires_grad_\(True\)"):
+        table.require_covered()
 
 
 @pytest.mark.parametrize("freeze", [False, True])
