@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,10 +16,10 @@ from hf_dpkfc.errors import ConfigurationError
 from hf_dpkfc.optimizers.adambc import DEFAULT_FLOOR
 from hf_dpkfc.optimizers.disk import KalmanFilter, lookahead_weight
 from hf_dpkfc.privacy.accounting import ACCOUNTANTS
-from hf_dpkfc.privacy.plan import DEFAULT_UNIT
+from hf_dpkfc.privacy.plan import DEFAULT_UNIT, PrivacyPlan
 
 DP_OPTIMIZERS = ("adambc", "disk")
-# Beyond this, DiSK's pair is a difference of two almost equal gradients, magnified.
+# Of DiSK's w, whose pair of gradients is needed unless it is 1.
 MAX_LOOKAHEAD_WEIGHT = 64.0
 # HF's defaults (which one, depends on torch): with them nobody has asked for another optimizer.
 _DEFAULT_OPTIMS = ("adamw_torch", "adamw_torch_fused")
@@ -163,7 +163,9 @@ class DPKFCConfig(TrainingArguments):
         """
         self._refuse_incompatible()
         self._require_one_noise()
-        self._require_numbers()
+        self._require_legal_values()
+        self._require_plans_numbers()
+        self._require_moderate_lookahead()
         self.curvature_options()
         self.probe_options()
 
@@ -256,45 +258,38 @@ class DPKFCConfig(TrainingArguments):
                 "noise_multiplier to set it.",
             )
 
-    def _require_numbers(self) -> None:
-        checks = {
-            "target_epsilon": _positive(self.target_epsilon),
-            "noise_multiplier": self.noise_multiplier is None
-            or 0 <= self.noise_multiplier < math.inf,
-            "target_delta": self.target_delta is None or 0 < self.target_delta < 1,
-            "clip_norm": _positive(self.clip_norm),
-            "public_dataset_size": self.public_dataset_size is None
-            or self.public_dataset_size >= 1,
-            "accountant": self.accountant in ACCOUNTANTS,
-            "num_train_epochs": math.isfinite(self.num_train_epochs),
-            "probe_refresh_steps": self.probe_refresh_steps >= 1,
-            "probe_batch_size": self.probe_batch_size >= 1,
-            "num_probe_batches": self.num_probe_batches >= 1,
-            "probe_min_length": self.probe_min_length is None or self.probe_min_length >= 1,
-            "probe_max_length": self.probe_max_length is None or self.probe_max_length >= 1,
-            "damping": _positive(self.damping),
-            "diagnostics_steps": self.diagnostics_steps is None or self.diagnostics_steps >= 1,
-            "per_device_train_batch_size": self.per_device_train_batch_size >= 1,
-            "gradient_accumulation_steps": self.gradient_accumulation_steps >= 1,
-            "pink_alpha": math.isfinite(self.pink_alpha),
-            "zipf_exponent": math.isfinite(self.zipf_exponent),
-            "dp_optimizer": self.dp_optimizer in (None, *DP_OPTIMIZERS),
-            "adambc_floor": 0 < self.adambc_floor < math.inf,
-            "disk_kappa": 0 < self.disk_kappa <= 1,
-            "disk_gamma": 0 < self.disk_gamma < math.inf and self._lookahead_is_moderate(),
-        }
-        for name, holds in checks.items():
-            if not holds:
+    def _require_legal_values(self) -> None:
+        for name in (*DPKFCConfig.__annotations__, *_HF_TYPES):
+            value, legal = getattr(self, name), _legal(name)
+            if value is not None and legal is not None and value not in legal:
                 raise ConfigurationError(
-                    f"{name}={getattr(self, name)!r}.",
-                    why="it is outside the option's range.",
-                    way_out=f"see its meaning: {_help(name)}",
+                    f"{name}={value!r}.",
+                    why="it isn't among the option's values.",
+                    way_out=f"give {_takes(name)}.",
                 )
 
-    def _lookahead_is_moderate(self) -> bool:
-        if not 0 < self.disk_kappa <= 1:
-            return True  # disk_kappa is the one to name
-        return lookahead_weight(self.disk_kappa, self.disk_gamma) <= MAX_LOOKAHEAD_WEIGHT
+    def _require_plans_numbers(self) -> None:
+        """Refuse what no plan could hold, long before the run's own plan is made."""
+        PrivacyPlan(
+            noise_multiplier=1.0 if self.noise_multiplier is None else self.noise_multiplier,
+            clip_norm=self.clip_norm,
+            expected_batch_size=1,
+            dataset_size=1,
+            steps=1,
+            delta=0.5,
+            target_epsilon=self.target_epsilon,
+        )
+
+    def _require_moderate_lookahead(self) -> None:
+        weight = lookahead_weight(self.disk_kappa, self.disk_gamma)
+        if weight > MAX_LOOKAHEAD_WEIGHT:
+            least = (1 - self.disk_kappa) / (self.disk_kappa * MAX_LOOKAHEAD_WEIGHT)
+            raise ConfigurationError(
+                f"disk_gamma={self.disk_gamma!r} with disk_kappa={self.disk_kappa!r}.",
+                why=f"w = (1 − κ)/(κγ) is {weight:.4g}: beyond {MAX_LOOKAHEAD_WEIGHT:g}, the pair is "
+                "a difference of two almost equal gradients, magnified.",
+                way_out=f"choose disk_gamma above {least:.3g}, or a larger disk_kappa.",
+            )
 
     def _refuse_incompatible(self) -> None:
         """Hugging Face options that would break a promise, each with its reason."""
@@ -439,7 +434,7 @@ def _read(name: str, declared: str, value: Any) -> Any:
         raise ConfigurationError(
             f"{name}={value!r}.",
             why=f"its type is {declared}.",
-            way_out=f"see its meaning: {_help(name)}",
+            way_out=f"give {_takes(name)}.",
         ) from error
 
 
@@ -484,9 +479,73 @@ _HF_TYPES = {
 }
 
 
-def _positive(value: float | None) -> bool:
-    return value is None or 0 < value < math.inf
+@dataclass(frozen=True)
+class Range:
+    """The finite numbers between two bounds; NaN is in none."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    includes_low: bool = False
+    includes_high: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        is_above = value >= self.low if self.includes_low else value > self.low
+        is_below = value <= self.high if self.includes_high else value < self.high
+        return math.isfinite(value) and is_above and is_below
+
+    def of(self, name: str) -> str:
+        """In words, for the option of that name."""
+        if self == Range():
+            return "a finite number"
+        low = f"{self.low:g} {'≤' if self.includes_low else '<'} " if self.low > -math.inf else ""
+        high = (
+            f" {'≤' if self.includes_high else '<'} {self.high:g}" if self.high < math.inf else ""
+        )
+        return f"a finite number, {low}{name}{high}"
 
 
-def _help(name: str) -> str:
-    return str(DPKFCConfig.__dataclass_fields__[name].metadata.get("help", ""))
+_AT_LEAST_ONE = Range(low=1, includes_low=True)
+_RANGES = {
+    "target_delta": Range(0, 1),
+    "public_dataset_size": _AT_LEAST_ONE,
+    "probe_batch_size": _AT_LEAST_ONE,
+    "num_probe_batches": _AT_LEAST_ONE,
+    "probe_min_length": _AT_LEAST_ONE,
+    "probe_max_length": _AT_LEAST_ONE,
+    "probe_refresh_steps": _AT_LEAST_ONE,
+    "damping": Range(),  # CurvatureOptions says why it must be positive
+    "pink_alpha": Range(),
+    "zipf_exponent": Range(),
+    "adambc_floor": Range(0),
+    "disk_kappa": Range(0, 1, includes_high=True),
+    "disk_gamma": Range(0),
+    "diagnostics_steps": _AT_LEAST_ONE,
+    "per_device_train_batch_size": _AT_LEAST_ONE,
+    "gradient_accumulation_steps": _AT_LEAST_ONE,
+    "num_train_epochs": Range(),
+}
+
+
+def _legal(name: str) -> Range | list[str] | None:
+    """An option's choices or range; None where the type says all, or another object checks."""
+    return _RANGES.get(name, _metadata(name).get("choices"))
+
+
+def _takes(name: str) -> str:
+    """What may be given for an option, and what it means."""
+    declared = (DPKFCConfig.__annotations__ | _HF_TYPES)[name]
+    kind, _, optional = declared.partition(" | ")
+    legal = _legal(name)
+    if isinstance(legal, Range):
+        values = legal.of(name)
+    else:
+        values = f"one of {', '.join(legal)}" if legal else _KINDS[kind]
+    meaning = _metadata(name).get("help", "").rstrip(".")
+    return f"{values}{', or null (None)' if optional else ''}. It means: {meaning}"
+
+
+_KINDS = {"float": "a number", "int": "a whole number", "bool": "true or false", "str": "a text"}
+
+
+def _metadata(name: str) -> Mapping[str, Any]:
+    return DPKFCConfig.__dataclass_fields__[name].metadata

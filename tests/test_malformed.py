@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from hf_dpkfc import DPKFCTrainer
+from hf_dpkfc import DPKFCConfig, DPKFCTrainer
 from hf_dpkfc.cli import main
 from hf_dpkfc.errors import ConfigurationError, DPKFCError
 
@@ -100,6 +100,52 @@ def test_a_thousand_malformed_options_are_each_one_typed_error(tmp_path, figure)
     check()
     figure(f"{len(names):,} malformed configurations, {len(set(names))} fields")
     assert len(names) >= 1000
+
+
+CHOICES = {
+    name: DPKFCConfig.__dataclass_fields__[name].metadata["choices"]
+    for name in DPKFCConfig.__annotations__
+    if "choices" in DPKFCConfig.__dataclass_fields__[name].metadata
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("wrong", ["pld", 3])
+def test_a_refused_choice_is_told_every_legal_one(tmp_path, name, wrong):
+    with pytest.raises(ConfigurationError) as caught:
+        settings.config(tmp_path, **{name: wrong})
+    assert f"one of {', '.join(CHOICES[name])}" in caught.value.way_out
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "legal"),
+    [
+        ("target_epsilon", 0, "finite target_epsilon > 0"),
+        ("noise_multiplier", -1, "finite noise_multiplier ≥ 0"),
+        ("target_delta", 1, "0 < target_delta < 1, or null (None)"),
+        ("clip_norm", math.inf, "finite clip_norm > 0"),
+        ("public_dataset_size", 0, "1 ≤ public_dataset_size, or null (None)"),
+        ("damping", 0, "damping > 0"),
+        ("damping", math.inf, "a finite number"),
+        ("layer_balance", 2, "0 ≤ layer_balance ≤ 1"),
+        ("rank", 0, "rank ≥ 1, or None"),
+        ("rank", 2.5, "a whole number, or null (None)"),
+        ("probe_batch_size", 0, "1 ≤ probe_batch_size"),
+        ("zipf_exponent", math.nan, "a finite number"),
+        ("adambc_floor", 0, "0 < adambc_floor"),
+        ("disk_kappa", 2, "0 < disk_kappa ≤ 1"),
+        ("disk_gamma", 0, "0 < disk_gamma"),
+        ("disk_gamma", 1e-3, "disk_gamma above 0.0067"),
+        ("per_device_train_batch_size", 0, "1 ≤ per_device_train_batch_size"),
+        ("seed", "x", "a whole number"),
+        ("secure_rng", "perhaps", "true or false"),
+        ("privacy_unit", None, "a text"),
+    ],
+)
+def test_a_refused_value_is_told_what_is_legal(tmp_path, name, value, legal):
+    with pytest.raises(ConfigurationError) as caught:
+        settings.config(tmp_path, **{name: value})
+    assert legal in caught.value.way_out
 
 
 def changed(**change):
