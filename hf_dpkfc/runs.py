@@ -64,11 +64,13 @@ class KeyStore:
         return SecretKey.load(self.key_path) if self.key_path.exists() else None
 
     def destroy(self) -> None:
-        """Overwrite and remove the key, and the head with it."""
+        """Overwrite and remove the key, and with it the head, and the folder once it is empty."""
         if self.key_path.exists():
             self.key_path.write_bytes(bytes(self.key_path.stat().st_size))
             self.key_path.unlink()
         self.head_path.unlink(missing_ok=True)
+        if self.folder.exists() and not any(self.folder.iterdir()):
+            self.folder.rmdir()
 
 
 @dataclass(frozen=True)
@@ -170,17 +172,21 @@ class RunFolder:
         return key
 
     def _set_aside_earlier_ledger(self) -> None:
-        """An earlier run's ledger is kept under another name: its cost was real."""
+        """An earlier run's ledger is kept under another name if its cost was real."""
         path = self.ledger_path
-        if path.exists():
-            require_unused(path)
-            kept = path.with_name(f"{path.stem}-{self.ledger_digest()[:12]}{path.suffix}")
-            path.rename(kept)
-            logger.warning(
-                "An earlier run in this folder spent budget of its own; its ledger is kept as %s. "
-                "Costs of runs on the same records add up.",
-                kept.name,
-            )
+        if not path.exists():
+            return
+        require_unused(path)
+        if path.read_bytes().count(b"\n") < 2:  # a header, and at most a torn charge, which is free
+            path.unlink()
+            return
+        kept = path.with_name(f"{path.stem}-{self.ledger_digest()[:12]}{path.suffix}")
+        path.rename(kept)
+        logger.warning(
+            "An earlier run in this folder spent budget of its own; its ledger is kept as %s. "
+            "Costs of runs on the same records add up.",
+            kept.name,
+        )
 
     def last_checkpoint(self) -> str | None:
         """The last checkpoint that was written whole.
@@ -191,7 +197,7 @@ class RunFolder:
         Raises:
             ConfigurationError: If there is no run to resume.
         """
-        found = [p for p in self.output_dir.glob("checkpoint-*") if self._is_ours(p)]
+        found = [p for p in self.output_dir.glob("checkpoint-*") if self.is_ours(p)]
         if found:
             return str(max(found, key=lambda p: step_of(str(p))))
         if not self.ledger_path.exists():
@@ -209,14 +215,15 @@ class RunFolder:
         Raises:
             LedgerError: If its copy of the ledger isn't the beginning of ours.
         """
-        if not self._is_ours(Path(checkpoint)):
+        if not self.is_ours(Path(checkpoint)):
             raise LedgerError(
                 f"{checkpoint} isn't a whole checkpoint of the run in {self.folder}.",
                 why="its weights were paid for under another ledger, or it was torn.",
                 way_out="resume from a checkpoint of the interrupted run, or start a new run.",
             )
 
-    def _is_ours(self, checkpoint: Path) -> bool:
+    def is_ours(self, checkpoint: Path) -> bool:
+        """Whether this run wrote a checkpoint: whole, its ledger's copy the beginning of ours."""
         try:
             copy = (checkpoint / LEDGER_NAME).read_bytes()
             return _is_complete(checkpoint) and self.ledger_path.read_bytes().startswith(copy)
