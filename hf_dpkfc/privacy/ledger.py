@@ -8,7 +8,6 @@ newline are a torn write: their noise was never drawn.
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import hmac
 import json
 import os
@@ -86,16 +85,6 @@ class PrivacyLedger:
     def charged_steps(self) -> list[int]:
         """The step of every release; twice where it was charged twice."""
         return [step for step, digests in self._digests.items() for _ in digests]
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of the whole file: what a privacy statement quotes."""
-        self._file.seek(0)
-        return hashlib.sha256(self._file.read()).hexdigest()
-
-    def epsilon_spent(self) -> float:
-        """ε of the releases charged so far."""
-        return self.plan.epsilon_at(self.num_releases)
 
     def has(self, step: int, digest: str) -> bool:
         """Whether this very release is charged already."""
