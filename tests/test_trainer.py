@@ -219,7 +219,7 @@ def test_one_record_more_changes_no_public_number(tmp_path):
 
 def test_an_empty_draw_is_a_step_of_pure_noise(tmp_path):
     trainer = settings.trainer(
-        tmp_path, public_dataset_size=10**7, noise_multiplier=1.0, max_steps=2
+        tmp_path, public_dataset_size=10**7, target_delta=1e-8, noise_multiplier=1.0, max_steps=2
     )
     before = settings.weights(trainer.model)
     trainer.train()

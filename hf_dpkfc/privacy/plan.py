@@ -34,7 +34,7 @@ class PrivacyPlan:
         expected_batch_size: B, public; noisy sums are divided by it.
         dataset_size: N, public; the sampling rate is B/N.
         steps: T, the number of releases allowed.
-        delta: δ.
+        delta: δ, at most 1/N.
         accountant: "rdp" or "prv".
         adjacency: Which neighbours the statement is about.
         privacy_unit: What one unit is, in words.
@@ -78,6 +78,14 @@ class PrivacyPlan:
                 why="the sampling rate is their quotient, a probability.",
                 way_out="lower per_device_train_batch_size × gradient_accumulation_steps × "
                 "processes.",
+            )
+        # 1/N itself is legal, also where it was rounded to float32 on its way here.
+        if self.delta * self.dataset_size > 1 + 1e-6:
+            raise ConfigurationError(
+                f"delta={self.delta!r} is above 1/N for N = {self.dataset_size} units.",
+                why="publishing every unit whole with probability δ would keep the promise, and "
+                "on average that is more than one of them.",
+                way_out=f"choose target_delta ≤ 1/{self.dataset_size}; 1/(10 N) is the default.",
             )
 
     @classmethod

@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 
 from hf_dpkfc import PrivacyPlan
@@ -109,6 +110,18 @@ def test_a_field_out_of_range_is_refused_by_name(change):
 def test_a_batch_larger_than_the_data_set_is_refused():
     with pytest.raises(ConfigurationError, match="larger than the data set"):
         plan(expected_batch_size=10_001)
+
+
+def test_a_delta_that_allows_to_publish_whole_records_is_refused():
+    with pytest.raises(ConfigurationError, match=r"delta=0\.00011 is above 1/N for N = 10000"):
+        plan(delta=1.1e-4)
+
+
+@pytest.mark.parametrize("size", [7, 60, 6530, 10_000, 55_000, 10**7])
+def test_one_over_n_is_a_legal_delta_however_it_was_rounded(size):
+    exact = 1 / size
+    for delta in (exact, math.nextafter(exact, 1), float(np.float32(exact)), float(f"{exact:.8g}")):
+        assert plan(dataset_size=size, expected_batch_size=5, delta=delta).delta == delta
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"sigma": 1}', "[1]"])
