@@ -211,6 +211,12 @@ MUTANTS = {
         "        if self.has_step(step):\n            return False",
         (f"{_LEDGER}::test_an_identical_replay_is_free_and_anything_else_is_charged",),
     ),
+    "frames_apart": Mutant(
+        "hf_dpkfc.layers.layout",
+        "reshape(batch_size * groups, -1, width)",
+        "reshape(rows * groups, -1, width)",
+        ("tests/layers/test_capture.py::test_frames_of_one_example_are_parts_of_one_gradient",),
+    ),
 }
 
 

@@ -151,6 +151,25 @@ def _key(use: Use, block: Block) -> str:
     return block.name if use.kind is Kind.BROADCAST else use.module
 
 
+@dataclass(frozen=True)
+class _Seen:
+    """A call during the forward pass: its input as it was then, and where its δ will come from.
+
+    Attributes:
+        key: The module's, or the bare parameter's.
+        a: The input.
+        version: Of the input, which must still be the same when δ has come back.
+        edge: The output's.
+        problem: Why its gradient couldn't be told apart by example, if the loss depends on it.
+    """
+
+    key: str
+    a: Tensor
+    version: int
+    edge: GradientEdge
+    problem: UnsupportedLayerError | None
+
+
 class _Recorder:
     """Hooks for one pass. State lives here and dies with the pass, never on the model."""
 
@@ -158,7 +177,7 @@ class _Recorder:
         self.model = model
         self.batch_size = batch_size
         self.uses = {_key(use, block): (use, block) for block in table.blocks for use in block.uses}
-        self.seen: list[tuple[str, Tensor, int, GradientEdge]] = []
+        self.seen: list[_Seen] = []
         self.swapped: list[tuple[nn.Module, str, Any]] = []
 
     @contextmanager
@@ -201,7 +220,7 @@ class _Recorder:
         expanded = parameter.expand(self.batch_size, *parameter.shape[1:])
         self.swapped.append((owner, attribute, parameter))
         owner._parameters[attribute] = expanded  # type: ignore[assignment]
-        self.seen.append((key, parameter, parameter._version, get_gradient_edge(expanded)))
+        self._see(key, parameter, expanded)
 
     def _restore(self, only: nn.Module | None = None) -> None:
         """Put bare parameters back: one owner's when its forward ends, all when the pass does."""
@@ -216,7 +235,7 @@ class _Recorder:
 
         Where an example has several sequences (multiple choice), as many as the other ids.
         """
-        others = [len(a) for _, a, *_ in self.seen if not a.is_floating_point()]
+        others = [len(seen.a) for seen in self.seen if not seen.a.is_floating_point()]
         rows = max([self.batch_size, *others])
         if args and args[0].dim() > 1 and len(args[0]) == 1 < rows:
             return (args[0].expand(rows, *args[0].shape[1:]), *args[1:])
@@ -237,14 +256,26 @@ class _Recorder:
         given = [value for value in (*args, *kwargs.values()) if value is not None]
         if kind in (Kind.VJP, Kind.SAMPLER) and len(given) > 1:
             raise _several_arguments(key, module)
+        if not isinstance(output, Tensor):
+            raise _unbatched(key, module, type(output).__name__, self.batch_size)
+        # A call that the loss doesn't depend on may have any shape, so it is judged afterwards.
+        problem = None
+        if not self._has_a_row_per_example(kind, a, output):
+            problem = _unbatched(key, module, tuple(output.shape), self.batch_size)
+        self._see(key, a, output, problem)
+
+    def _has_a_row_per_example(self, kind: Kind, a: Tensor, output: Tensor) -> bool:
         if kind is Kind.EMBEDDING and a.dim() == 1 and len(a) != self.batch_size:
-            raise _unbatched(key, module, tuple(output.shape), self.batch_size)
-        if not isinstance(output, Tensor) or output.shape[0] % self.batch_size:
-            shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-            raise _unbatched(key, module, shape, self.batch_size)
-        if len(output) == 1 < self.batch_size:
-            raise _unbatched(key, module, tuple(output.shape), self.batch_size)
-        self.seen.append((key, a.detach(), a._version, get_gradient_edge(output)))
+            return False
+        if kind in (Kind.VJP, Kind.SAMPLER) and len(a) != len(output):
+            return False
+        return output.dim() > 0 and len(output) > 0 and len(output) % self.batch_size == 0
+
+    def _see(
+        self, key: str, a: Tensor, output: Tensor, problem: UnsupportedLayerError | None = None
+    ) -> None:
+        edge = get_gradient_edge(output)
+        self.seen.append(_Seen(key, a.detach(), a._version, edge, problem))
 
     def backward(self, losses: Tensor) -> dict[str, list[Call]]:
         """δ for every recorded call, from one backward pass of the summed losses."""
@@ -256,15 +287,18 @@ class _Recorder:
                 way_out="return one loss per example from per_example_loss(outputs, inputs).",
             )
         # The sum, not the mean: δ must be that of each example's own loss.
-        edges = [edge for *_, edge in self.seen]
+        edges = [seen.edge for seen in self.seen]
         deltas = torch.autograd.grad(losses.sum(), edges, allow_unused=True)
         calls: dict[str, list[Call]] = defaultdict(list)
         wide: dict[tuple[object, ...], Tensor] = {}
-        for (key, a, version, _), delta in zip(self.seen, deltas, strict=True):
-            if a._version != version:
-                raise _overwritten(key)
-            if delta is not None:
-                calls[key].append(Call(_widened(a, wide), delta))
+        for seen, delta in zip(self.seen, deltas, strict=True):
+            if seen.a._version != seen.version:
+                raise _overwritten(seen.key)
+            if delta is None:
+                continue
+            if seen.problem is not None:
+                raise seen.problem
+            calls[seen.key].append(Call(_widened(seen.a, wide), delta))
         self.seen.clear()
         return calls
 
@@ -334,7 +368,10 @@ def _outer(block: Block, parts: _Parts, batch_size: int) -> OuterGradient:
 
 def _outer_pair(module: nn.Module, call: Call, batch_size: int) -> tuple[Tensor, Tensor]:
     if isinstance(module, nn.Conv2d):
-        return conv_input_patches(module, call.a), conv_output_positions(module, call.delta)
+        return (
+            conv_input_patches(module, call.a, batch_size),
+            conv_output_positions(module, call.delta, batch_size),
+        )
     return to_positions(call.a, batch_size), to_positions(call.delta, batch_size)
 
 
@@ -365,31 +402,31 @@ def _dense(block: Block, parts: _Parts, batch_size: int) -> DenseGradient:
     """Small parameters, explicitly; several calls add up."""
     total: Tensor | None = None
     for use, module, call in parts:
-        grads = _explicit(use, module, call, batch_size)
-        flat = torch.cat([g.reshape(batch_size, -1) for g in grads], dim=1)
+        # An example may have several rows (a video's frames): its gradient is their sum.
+        grads = [g.reshape(batch_size, -1, g[0].numel()).sum(1) for g in _by_row(use, module, call)]
+        flat = torch.cat(grads, dim=1)
         total = flat if total is None else total + flat
     assert total is not None
     return DenseGradient(total)
 
 
-def _explicit(use: Use, module: nn.Module, call: Call, batch_size: int) -> list[Tensor]:
+def _by_row(use: Use, module: nn.Module, call: Call) -> list[Tensor]:
+    """Each parameter's gradients [batch·k, ...], one for each row of the module's output."""
     dtype = accumulation_dtype(call.delta.dtype)
     delta = call.delta.to(dtype)
     if use.kind is Kind.BROADCAST:
         return [delta]
     a = call.a.to(dtype) if call.a.is_floating_point() else call.a
-    a = a.reshape(batch_size, -1, *a.shape[1:]) if len(a) != batch_size else a
-    delta = delta.reshape(batch_size, -1, *delta.shape[1:]) if len(delta) != batch_size else delta
     trainable = [p for p in module.parameters(recurse=False) if p.requires_grad]
     if use.kind is Kind.SAMPLER:
         sampler = GradSampleModule.GRAD_SAMPLERS[type(module)]
         grads = sampler(module, [a], delta)
         return [grads[p].to(dtype) for p in trainable]
-    return _vjp_per_example(module, a, delta)
+    return _vjp_by_row(module, a, delta)
 
 
-def _vjp_per_example(module: nn.Module, a: Tensor, delta: Tensor) -> list[Tensor]:
-    """The module's own forward, differentiated for one example at a time by vmap."""
+def _vjp_by_row(module: nn.Module, a: Tensor, delta: Tensor) -> list[Tensor]:
+    """The module's own forward, differentiated for one row at a time by vmap."""
     parameters = {
         name: p.detach().to(delta.dtype)
         for name, p in module.named_parameters(recurse=False)

@@ -56,8 +56,11 @@ def ids_to_positions(ids: Tensor, batch_size: int) -> Tensor:
     return ids.reshape(batch_size, -1)
 
 
-def conv_input_patches(module: nn.Conv2d, x: Tensor) -> Tensor:
-    """im2col: [batch, channel, height, width] as [batch·groups, patch, channel/groups·kh·kw]."""
+def conv_input_patches(module: nn.Conv2d, x: Tensor, batch_size: int) -> Tensor:
+    """im2col: [batch·k, channel, height, width] as [batch·groups, k·patch, channel/groups·kh·kw].
+
+    An example may have several images (a video's frames): their patches are its positions.
+    """
     x = x.to(accumulation_dtype(x.dtype))
     mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
     windows = F.pad(x, _conv_padding(module), mode=mode)
@@ -66,18 +69,21 @@ def conv_input_patches(module: nn.Conv2d, x: Tensor) -> Tensor:
         windows = windows.unfold(dim, reach, module.stride[axis])[..., :: module.dilation[axis]]
     # [batch, channel, height, width, kh, kw]; one copy of a view, faster than F.unfold.
     columns = windows.permute(0, 1, 4, 5, 2, 3).flatten(4).flatten(1, 3)
-    return _split_groups(columns, module.groups)
+    return _split_groups(columns, module.groups, batch_size)
 
 
-def conv_output_positions(module: nn.Conv2d, delta: Tensor) -> Tensor:
-    """[batch, channel, height, width] as [batch·groups, patch, channel/groups]."""
-    return _split_groups(delta.to(accumulation_dtype(delta.dtype)).flatten(2), module.groups)
+def conv_output_positions(module: nn.Conv2d, delta: Tensor, batch_size: int) -> Tensor:
+    """[batch·k, channel, height, width] as [batch·groups, k·patch, channel/groups]."""
+    wide = delta.to(accumulation_dtype(delta.dtype)).flatten(2)
+    return _split_groups(wide, module.groups, batch_size)
 
 
-def _split_groups(x: Tensor, groups: int) -> Tensor:
-    """[batch, groups·feature, position] as [batch·groups, position, feature]."""
-    batch, features, positions = x.shape
-    return x.reshape(batch * groups, features // groups, positions).mT
+def _split_groups(x: Tensor, groups: int, batch_size: int) -> Tensor:
+    """[batch·k, groups·feature, position] as [batch·groups, k·position, feature]."""
+    rows, features, positions = x.shape
+    per_example, width = rows // batch_size, features // groups
+    parts = x.reshape(batch_size, per_example, groups, width, positions)
+    return parts.permute(0, 2, 1, 4, 3).reshape(batch_size * groups, -1, width)
 
 
 def _conv_padding(module: nn.Conv2d) -> list[int]:

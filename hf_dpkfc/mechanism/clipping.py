@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_dpkfc.curvature.preconditioner import GramCache, Preconditioner
-from hf_dpkfc.errors import ConfigurationError
+from hf_dpkfc.errors import ConfigurationError, UnsupportedLayerError
 from hf_dpkfc.layers.capture import Captured, PerExampleLoss, capture
 from hf_dpkfc.layers.gradients import PerSampleGradient, compacted
 from hf_dpkfc.layers.layout import accumulation_dtype, full_precision
@@ -180,7 +180,10 @@ class Clipper:
         grams: GramCache = {}
         sq_norms = captured.losses.new_zeros(captured.batch_size, dtype=self._dtype)
         for block, gradient in gradients:
-            sq_norms = sq_norms + self.preconditioner[block.name].sq_norms(gradient, grams)
+            part = self.preconditioner[block.name].sq_norms(gradient, grams)
+            if part.shape != sq_norms.shape:
+                raise _not_by_example(block, tuple(part.shape), captured.batch_size)
+            sq_norms = sq_norms + part
         broken = ~(torch.isfinite(sq_norms) & torch.isfinite(captured.losses))
         weights = (bound / sq_norms.sqrt()).clamp(max=1.0)
         return weights.masked_fill(broken, 0.0), broken
@@ -198,3 +201,13 @@ class Clipper:
                     for name, shape in block.parameters.items()
                 }
         return values
+
+
+def _not_by_example(block: Block, shape: tuple[int, ...], batch_size: int) -> UnsupportedLayerError:
+    return UnsupportedLayerError(
+        f"{block.name} has norms of shape {shape} in a batch of {batch_size}.",
+        why="each example must have one norm: parts that are clipped one by one add up to more "
+        "than C.",
+        way_out="freeze it with requires_grad_(False), or register a rule with "
+        "opacus.grad_sample.register_grad_sampler that gives one gradient per row.",
+    )

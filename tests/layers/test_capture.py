@@ -289,3 +289,76 @@ def test_several_sequences_of_one_example_have_exact_gradients_and_factors():
         model, probe, CurvatureOptions(num_batches=1, rank=None), per_example_loss=choices_loss
     )
     assert preconditioner.kind == "kfac"
+
+
+class Frames(nn.Module):
+    """A video classifier: every frame goes through the convolutions, then they are averaged."""
+
+    def __init__(self):
+        super().__init__()
+        self.grouped = nn.Conv2d(2, 4, 3, groups=2)
+        self.norm = nn.GroupNorm(2, 4)  # as many channels as an example has frames
+        self.line = nn.Conv1d(4, 3, 2)
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x):
+        found = self.norm(self.grouped(x.flatten(0, 1))).tanh()
+        return self.head(self.line(found.flatten(2)).mean(-1)).view(*x.shape[:2], -1).mean(1)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_frames_of_one_example_are_parts_of_one_gradient(batch):
+    """Clipped frame by frame, an example would move the sum by as many times C."""
+    torch.manual_seed(0)
+    model = Frames().double()
+    inputs = {"x": torch.randn(batch, 4, 2, 6, 6).double()}
+
+    def loss(m, i):
+        return m(i["x"]).square().sum(1)
+
+    table, captured = captured_of(model, inputs, loss)
+    for block in table:
+        gradient = captured.gradient(block)
+        expected = explicit_sq_norms(model, block, loss, inputs)
+        torch.testing.assert_close(gradient.sq_norms(), expected)
+        weights = torch.arange(1.0, batch + 1).double()
+        by_example = reference.per_sample_gradients(
+            model, list(block.parameters), loss, models.singles(inputs)
+        )
+        summed = block.split(gradient.weighted_sum(weights))
+        for name, value in summed.items():
+            wanted = sum(w * one[name] for w, one in zip(weights, by_example, strict=True))
+            torch.testing.assert_close(value, wanted)
+
+
+class SideTable(nn.Module):
+    """Calls a layer once more, on something that is no batch, and keeps no gradient of it."""
+
+    def __init__(self, detaches):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.detaches = detaches
+
+    def forward(self, x):
+        table = self.layer(torch.eye(4, dtype=x.dtype))
+        return self.layer(x) @ (table.detach() if self.detaches else table)
+
+
+def side_loss(model, inputs):
+    return model(inputs["x"]).square().sum(1)
+
+
+def test_a_call_without_a_gradient_may_have_any_shape():
+    """DoRA asks its adapters for their matrix in this way."""
+    torch.manual_seed(0)
+    model, inputs = SideTable(True).double(), {"x": torch.randn(3, 4).double()}
+    table, captured = captured_of(model, inputs, side_loss)
+    for block in table:
+        expected = explicit_sq_norms(model, block, side_loss, inputs)
+        torch.testing.assert_close(captured.gradient(block).sq_norms(), expected)
+
+
+def test_a_call_with_a_gradient_and_no_row_per_example_is_refused():
+    model, inputs = SideTable(False).double(), {"x": torch.randn(3, 4).double()}
+    with pytest.raises(UnsupportedLayerError, match="isn't the batch"):
+        captured_of(model, inputs, side_loss)

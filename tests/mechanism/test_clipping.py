@@ -22,8 +22,8 @@ from hf_dpkfc.curvature.preconditioner import (
 )
 from hf_dpkfc.curvature.probes import PinkNoiseProbe
 from hf_dpkfc.curvature.roots import root_of_rows
-from hf_dpkfc.errors import ConfigurationError
-from hf_dpkfc.layers.gradients import OuterGradient, RowGradient
+from hf_dpkfc.errors import ConfigurationError, UnsupportedLayerError
+from hf_dpkfc.layers.gradients import DenseGradient, OuterGradient, RowGradient
 from hf_dpkfc.layers.routes import inspect_model
 from hf_dpkfc.losses import TaskLoss, task_of
 from hf_dpkfc.mechanism import clipping
@@ -377,3 +377,16 @@ def test_a_condition_beyond_the_precision_is_refused():
     clipper, _ = aligned_clipper(1e-4)
     with pytest.raises(ConfigurationError, match="condition number"):
         clipper.sum_of([])
+
+
+def test_parts_of_an_example_are_not_clipped_one_by_one(monkeypatch):
+    """Whatever a rule gives: two norms for an example would let it move the sum by 2C."""
+    whole = DenseGradient.sq_norms
+    monkeypatch.setattr(
+        DenseGradient, "sq_norms", lambda self: whole(self).repeat_interleave(2) / 2
+    )
+    model = models.build("vit")
+    identity, loss = Preconditioner.identity(), TaskLoss(task_of(model))
+    clipper = Clipper(model, inspect_model(model), identity, loss, 1.0)
+    with pytest.raises(UnsupportedLayerError, match="norms of shape"):
+        clipper.sum_of([(models.inputs_for("vit"), models.BATCH)])
