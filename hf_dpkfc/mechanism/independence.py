@@ -15,8 +15,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
+from torch.overrides import TorchFunctionMode
 
 from hf_dpkfc.errors import NeighbourError, UnsupportedLayerError
 from hf_dpkfc.layers.capture import Captured, PerExampleLoss, capture
@@ -96,7 +97,12 @@ def _check(
         only_i = torch.zeros_like(everyone)
         only_i[i] = 1
         _require_own_loss(i, captured.losses[i], losses.detach()[0], loss_tolerance)
-        _require_own_gradient(i, _captured_sum(captured, table, only_i), own, gradient_tolerance)
+        ours = _captured_sum(captured, table, only_i)
+        name, difference = _largest_difference(ours, own)
+        if difference > gradient_tolerance:
+            among_others = _gradients(model, table, per_example_loss(model, together)[i : i + 1])
+            is_its_own = _largest_difference(among_others, own)[1] <= gradient_tolerance
+            raise _shared(name, i) if is_its_own else _depends(_gradient(name, difference), i)
     with _training_without_dropout(model), torch.no_grad():
         _check_losses(model, per_example_loss, together, alone, loss_tolerance)
     _require_same_buffers(model, buffers)
@@ -113,7 +119,7 @@ def _check_losses(
     losses = per_example_loss(model, together)
     if not torch.equal(losses, per_example_loss(model, together)):
         logger.warning(
-            "The model draws at random while it trains, other than by dropout modules, so the "
+            "The model draws at random while it trains, other than by dropout, so the "
             "neighbour check saw it in eval mode only."
         )
         return
@@ -124,15 +130,40 @@ def _check_losses(
 @contextmanager
 def _training_without_dropout(model: nn.Module) -> Iterator[None]:
     """Train mode, but for what draws at random; eval mode afterwards."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), _NoDropout():
         model.train()
-        for module in model.modules():
-            if isinstance(module, _DropoutNd):
-                module.eval()
         try:
             yield
         finally:
             model.eval()
+
+
+class _NoDropout(TorchFunctionMode):
+    """Dropout at rate zero wherever it is called: by modules, or inside fused attention."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention:
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            else:
+                kwargs["dropout_p"] = 0.0
+        return func(*args, **kwargs)
+
+
+_DROPOUTS = (
+    F.dropout,
+    F.dropout1d,
+    F.dropout2d,
+    F.dropout3d,
+    F.alpha_dropout,
+    F.feature_alpha_dropout,
+    torch.dropout,
+)
 
 
 def _tolerances(dtype: torch.dtype) -> tuple[float, float]:
@@ -200,12 +231,17 @@ def _require_own_loss(i: int, in_batch: Tensor, alone: Tensor, tolerance: float)
         raise _depends(f"loss {in_batch:.6g} among others and {alone:.6g} alone", i)
 
 
-def _require_own_gradient(
-    i: int, in_batch: Mapping[str, Tensor], alone: Mapping[str, Tensor], tolerance: float
-) -> None:
-    name, difference = _largest_difference(in_batch, alone)
-    if difference > tolerance:
-        raise _depends(f"a gradient of {name} that differs by {difference:.2g} among others", i)
+def _gradient(name: str, difference: float) -> str:
+    return f"a gradient of {name} that differs by {difference:.2g} among others"
+
+
+def _shared(name: str, i: int) -> UnsupportedLayerError:
+    return UnsupportedLayerError(
+        f"The rule for {name} gives example {i} of a probe batch a share of the others' gradients.",
+        why="the module's output isn't one row per example (a table of relative positions, for "
+        "instance), so gradients can't be told apart by example.",
+        way_out="freeze it with requires_grad_(False).",
+    )
 
 
 def _depends(what: str, i: int) -> NeighbourError:

@@ -23,9 +23,11 @@ def check(model, inputs, loss):
 
 
 @pytest.mark.parametrize("name", models.NAMES)
-def test_sound_models_pass(name):
+def test_sound_models_pass(name, caplog):
+    """In train mode, too, with the dropout that their configurations have by default."""
     model = models.build(name)
     check(model, models.inputs_for(name), TaskLoss(task_of(model)))
+    assert "in eval mode only" not in caplog.text
 
 
 def test_a_batch_normalised_lm_loss_is_caught():
@@ -205,9 +207,48 @@ def test_a_dependence_in_train_mode_only_is_caught():
         check(model, inputs, loss)
 
 
+@pytest.mark.parametrize("name", ["bert", "gpt2", "vit"])
+def test_attention_dropout_does_not_hide_a_dependence_in_train_mode(name):
+    """Fused attention draws by itself, whatever its dropout module was told."""
+    model = models.build(name)
+    own = TaskLoss(task_of(model))
+
+    def centred(m, inputs):
+        losses = own(m, inputs)
+        return losses - losses.mean() / 2 if m.training else losses
+
+    with pytest.raises(NeighbourError, match="among others"):
+        check(model, models.inputs_for(name), centred)
+
+
+class RelativePositions(nn.Module):
+    """Attention with a learned bias for each pair of positions, as T5 and MPNet have it."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Embedding(12, 1)
+        self.head = nn.Linear(2, 2)
+
+    def forward(self, x):
+        at = torch.arange(x.shape[1])
+        bias = self.bias(at[:, None] - at[None, :] + 6).squeeze(-1)
+        return self.head(((x @ x.mT + bias).softmax(-1) @ x).mean(1))
+
+
+def test_a_table_that_is_no_batch_is_named_and_neighbours_are_not_blamed():
+    """Six positions are a multiple of three examples, so its shape alone doesn't tell."""
+    torch.manual_seed(0)
+    model, inputs = RelativePositions().double(), {"x": torch.randn(3, 6, 2).double()}
+    loss = lambda m, i: m(i["x"]).square().sum(1)  # noqa: E731
+    with pytest.raises(UnsupportedLayerError, match=r"bias\.weight[\s\S]*requires_grad_"):
+        check(model, inputs, loss)
+    model.bias.requires_grad_(False)
+    check(model, inputs, loss)
+
+
 def test_a_model_that_draws_while_training_is_said_to_be_unchecked_there(caplog):
     model = nn.Sequential(nn.Linear(3, 8), nn.ReLU()).double().eval()
     inputs = {"x": torch.randn(3, 3, dtype=torch.float64)}
-    loss = lambda m, i: F.dropout(m(i["x"]), 0.5, m.training).sum(1)  # noqa: E731
+    loss = lambda m, i: m(i["x"]).sum(1) + (torch.rand(3) if m.training else 0)  # noqa: E731
     check(model, inputs, loss)
     assert "in eval mode only" in caplog.text
