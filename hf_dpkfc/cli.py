@@ -430,10 +430,11 @@ def _add_verify(commands: Any) -> None:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from hf_dpkfc.publishing.verify import verify
+    from hf_dpkfc.publishing.verify import LIMIT, verify
 
     checks = verify(args.repo, args.token)
     print("\n".join(map(str, checks)))
+    print(LIMIT)
     return 0 if all(check.holds for check in checks) else 1
 
 

@@ -19,7 +19,7 @@ from hf_dpkfc.privacy.accounting import ACCOUNTANTS
 from hf_dpkfc.privacy.plan import DEFAULT_UNIT, PrivacyPlan
 
 DP_OPTIMIZERS = ("adambc", "disk")
-# Of DiSK's w, whose pair of gradients is needed unless it is 1.
+# Beyond this, DiSK's pair is a difference of two almost equal gradients, magnified.
 MAX_LOOKAHEAD_WEIGHT = 64.0
 # HF's defaults (which one, depends on torch): with them nobody has asked for another optimizer.
 _DEFAULT_OPTIMS = ("adamw_torch", "adamw_torch_fused")
@@ -286,8 +286,8 @@ class DPKFCConfig(TrainingArguments):
             least = (1 - self.disk_kappa) / (self.disk_kappa * MAX_LOOKAHEAD_WEIGHT)
             raise ConfigurationError(
                 f"disk_gamma={self.disk_gamma!r} with disk_kappa={self.disk_kappa!r}.",
-                why=f"w = (1 − κ)/(κγ) is {weight:.4g}: beyond {MAX_LOOKAHEAD_WEIGHT:g}, the pair is "
-                "a difference of two almost equal gradients, magnified.",
+                why=f"w = (1 − κ)/(κγ) is {weight:.4g}: beyond {MAX_LOOKAHEAD_WEIGHT:g}, the two "
+                "gradients are almost equal, and their difference is magnified.",
                 way_out=f"choose disk_gamma above {least:.3g}, or a larger disk_kappa.",
             )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Iterator
@@ -19,10 +20,14 @@ from hf_dpkfc.publishing.card import (
     stated_section,
     typed_block,
 )
-from hf_dpkfc.publishing.statement import STATEMENT_NAME, PrivacyStatement
+from hf_dpkfc.publishing.statement import LEDGER_NAME, STATEMENT_NAME, PrivacyStatement
 from hf_dpkfc.publishing.upload import HUBS_OWN, PUSH_ERRORS, is_allowed
 
 TOLERANCE = 1e-6
+LIMIT = (
+    "Weights aren't compared with the statement's weights_sha256: that takes the loaded model, "
+    "and DPKFCTrainer does it before it publishes."
+)
 # What a download leaves beside the published files.
 _CLIENTS_OWN = (".git/", ".cache/huggingface/")
 
@@ -39,52 +44,83 @@ class Check:
         return f"{'ok  ' if self.holds else 'FAIL'}  {self.what}: {self.detail}"
 
 
+@dataclass(frozen=True)
+class _Publication:
+    """What is verified.
+
+    Attributes:
+        folder: Of card and statement, on disk.
+        files: The names of everything beside them.
+        is_run: A run's ``output_dir``, of which only allowed files would be published.
+    """
+
+    folder: Path
+    files: list[str]
+    is_run: bool = False
+
+
 def verify(repo_or_folder: str, token: str | None = None) -> list[Check]:
-    """All checks of a published model, in a folder or on the Hub."""
-    folder, files = _local(repo_or_folder, token)
-    return list(_checks(folder, files))
-
-
-def _local(repo_or_folder: str, token: str | None) -> tuple[Path, list[str]]:
-    """The card and the statement on disk, and the names of everything that was published."""
+    """All checks of a published model, in a folder or on the Hub; see :data:`LIMIT`."""
     folder = Path(repo_or_folder)
-    if folder.is_dir():
-        found = (p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
-        return folder, sorted(name for name in found if not name.startswith(_CLIENTS_OWN))
+    is_local = folder.is_dir()
+    return list(_checks(_on_disk(folder) if is_local else _on_the_hub(repo_or_folder, token)))
+
+
+def _on_disk(folder: Path) -> _Publication:
+    found = (p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+    files = sorted(name for name in found if not name.startswith(_CLIENTS_OWN))
+    return _Publication(folder, files, is_run=LEDGER_NAME in files)
+
+
+def _on_the_hub(repo_id: str, token: str | None) -> _Publication:
     from huggingface_hub import HfApi
 
     api = HfApi(token=token)
     try:
-        files = api.list_repo_files(repo_or_folder)
+        files = api.list_repo_files(repo_id)
         present = [name for name in ("README.md", STATEMENT_NAME) if name in files]
-        paths = [api.hf_hub_download(repo_or_folder, name) for name in present]
+        paths = [api.hf_hub_download(repo_id, name) for name in present]
     except PUSH_ERRORS as error:
         raise PublishingError(
-            f"{repo_or_folder!r} is neither a folder nor a repository that can be read.",
+            f"{repo_id!r} is neither a folder nor a repository that can be read.",
             why=str(error).strip().splitlines()[0],
             way_out="give a folder, or a Hub id and a token that may read it.",
         ) from error
     if not paths:
         raise PublishingError(
-            f"{repo_or_folder!r} holds neither a card nor a {STATEMENT_NAME}.",
+            f"{repo_id!r} holds neither a card nor a {STATEMENT_NAME}.",
             why="there is no guarantee to verify.",
             way_out="verify a model that was published with DPKFCTrainer.push_to_hub().",
         )
-    return Path(paths[0]).parent, files
+    return _Publication(Path(paths[0]).parent, files)
 
 
-def _checks(folder: Path, files: list[str]) -> Iterator[Check]:
-    forbidden = [name for name in files if not is_allowed(name) and name not in HUBS_OWN]
-    yield Check("files", not forbidden, ", ".join(forbidden) or f"{len(files)}, all allowed")
+def _checks(publication: _Publication) -> Iterator[Check]:
+    yield _check_files(publication)
     try:
-        statement = PrivacyStatement.load(folder).require_publishable()
-        metadata, body = split_metadata(read_card(folder / "README.md") or "")
+        statement = PrivacyStatement.load(publication.folder).require_publishable()
     except DPKFCError as error:
-        yield Check("statement and card", False, f"{error.what} {error.why}")
+        yield Check("statement", False, f"{error.what} {error.why}")
         return
-    yield from _check_numbers(statement, folder)
-    yield _check_text(statement, stated_section(body))
-    yield from _check_metadata(statement, metadata.get("differential_privacy"))
+    if publication.is_run:
+        yield _check_ledger(statement, publication.folder / LEDGER_NAME)
+    yield from _check_numbers(statement, publication.folder)
+    yield from _check_card(statement, publication.folder / "README.md")
+
+
+def _check_files(publication: _Publication) -> Check:
+    forbidden = [n for n in publication.files if not is_allowed(n) and n not in HUBS_OWN]
+    if publication.is_run:
+        detail = f"a run's folder; {len(forbidden)} stay here and aren't published by push_to_hub"
+        return Check("files", True, detail)
+    detail = ", ".join(forbidden) or f"{len(publication.files)}, all allowed"
+    return Check("files", not forbidden, detail)
+
+
+def _check_ledger(statement: PrivacyStatement, path: Path) -> Check:
+    is_quoted = hashlib.sha256(path.read_bytes()).hexdigest() == statement.ledger_sha256
+    verb = "is" if is_quoted else "isn't"
+    return Check("ledger", is_quoted, f"{path.name} {verb} the file that the statement quotes")
 
 
 def _check_numbers(statement: PrivacyStatement, folder: Path) -> Iterator[Check]:
@@ -107,6 +143,23 @@ def _check_numbers(statement: PrivacyStatement, folder: Path) -> Iterator[Check]
         statement.num_releases <= plan.steps,
         f"{statement.num_releases} of {plan.steps} planned",
     )
+
+
+def _check_card(statement: PrivacyStatement, path: Path) -> Iterator[Check]:
+    try:
+        text = read_card(path)
+        metadata, body = split_metadata(text or "")
+    except DPKFCError as error:
+        yield Check("card", False, f"{error.what} {error.why}")
+        return
+    section, block = stated_section(body), metadata.get("differential_privacy")
+    if not section and block is None:
+        lack = "there is no README.md" if text is None else "README.md says nothing of privacy"
+        way_out = "`hf-dpkfc card FOLDER` writes the card, and push_to_hub does"
+        yield Check("card", False, f"{lack}; {way_out}")
+        return
+    yield _check_text(statement, section)
+    yield from _check_metadata(statement, block)
 
 
 def _check_text(statement: PrivacyStatement, stated: str) -> Check:

@@ -1,17 +1,18 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from pathlib import Path
 
 import pytest
 import yaml
 
-from hf_dpkfc import PrivacyPlan
+from hf_dpkfc import PrivacyPlan, runs
 from hf_dpkfc.cli import main
 from hf_dpkfc.errors import PublishingError
 from hf_dpkfc.publishing.card import END, START, CardFacts, render_card, split_metadata
-from hf_dpkfc.publishing.statement import PrivacyStatement
+from hf_dpkfc.publishing.statement import LEDGER_NAME, PrivacyStatement
 from hf_dpkfc.publishing.verify import verify
 
 STATEMENT = PrivacyStatement(
@@ -127,6 +128,61 @@ def test_verify_passes_over_what_a_download_leaves(published, name):
     (published / name).parent.mkdir(parents=True)
     (published / name).write_text("")
     assert all(check.holds for check in verify(str(published)))
+
+
+@pytest.fixture
+def run_folder(tmp_path):
+    """As a training leaves it: with its ledger and a checkpoint."""
+    ledger = b'{"plan": {}}\n'
+    (tmp_path / LEDGER_NAME).write_bytes(ledger)
+    for name in ("optimizer.pt", "trainer_state.json"):
+        (tmp_path / "checkpoint-2").mkdir(exist_ok=True)
+        (tmp_path / "checkpoint-2" / name).write_text("")
+    statement = dataclasses.replace(STATEMENT, ledger_sha256=hashlib.sha256(ledger).hexdigest())
+    statement.save(tmp_path)
+    (tmp_path / "README.md").write_text(render_card(statement, FACTS))
+    return tmp_path
+
+
+def failures(folder):
+    return [check.what for check in verify(str(folder)) if not check.holds]
+
+
+def test_verify_counts_what_stays_in_a_runs_folder(run_folder, capsys):
+    assert main(["verify", str(run_folder)]) == 0
+    assert "ok    files: a run's folder; 3 stay here" in capsys.readouterr().out
+
+
+def test_verify_sees_another_runs_ledger(run_folder):
+    (run_folder / LEDGER_NAME).write_text("{}\n")
+    assert failures(run_folder) == ["ledger"]
+
+
+def test_a_checkpoint_without_a_ledger_has_no_business_there(run_folder):
+    (run_folder / LEDGER_NAME).unlink()
+    assert failures(run_folder) == ["files"]
+
+
+def test_the_ledger_is_where_a_run_writes_it():
+    assert LEDGER_NAME == runs.LEDGER_NAME
+
+
+def test_a_missing_card_is_one_failure_with_a_way_out(published, capsys):
+    (published / "README.md").unlink()
+    assert failures(published) == ["card"]
+    assert main(["verify", str(published)]) == 1
+    assert "`hf-dpkfc card FOLDER` writes the card" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["", "# By hand\n", "---\nlicense: mit\n---\n"])
+def test_a_readme_that_says_nothing_of_privacy_is_one_failure(published, text):
+    (published / "README.md").write_text(text)
+    assert failures(published) == ["card"]
+
+
+def test_verify_says_that_it_does_not_compare_weights(published, capsys):
+    assert main(["verify", str(published)]) == 0
+    assert "Weights aren't compared" in capsys.readouterr().out
 
 
 def test_a_new_training_in_an_old_folder_keeps_none_of_the_old_facts():
