@@ -1,4 +1,4 @@
-"""``hf-dpkfc``: what a training will cost and do, the training, and what was published of it."""
+"""What a training will cost and do, the training itself, and what was published of it."""
 
 from __future__ import annotations
 
@@ -8,35 +8,31 @@ import importlib.util
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_dpkfc.errors import ConfigurationError, DPKFCError
-from hf_dpkfc.privacy.accounting import ACCOUNTANTS, MAX_PRV_EPSILON
-from hf_dpkfc.privacy.plan import PrivacyPlan
-from hf_dpkfc.publishing.card import CardFacts, read_card, render_card
-from hf_dpkfc.publishing.statement import PrivacyStatement
+
+# Everything else is imported by the command that needs it: torch and transformers take seconds.
+if TYPE_CHECKING:
+    from hf_dpkfc.privacy.plan import Adjacency, PrivacyPlan
+    from hf_dpkfc.publishing.statement import PrivacyStatement
 
 # The ε that people usually compare.
 TABLE_EPSILONS = (0.5, 1.0, 2.0, 3.0, 5.0, 8.0, 10.0)
 CURVE_POINTS = 10
 CURVE_WIDTH = 50
+HELP_WIDTH = 88
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; 0 if it succeeded, 1 if a verification failed, 2 if it was refused."""
-    parser = argparse.ArgumentParser(prog="hf-dpkfc", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add_plan(commands)
-    _add_inspect(commands)
-    _add_train(commands)
-    _add_card(commands)
-    _add_verify(commands)
-    _add_audit(commands)
-    _add_report(commands)
-    args = parser.parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    args = _parser(words).parse_args(words)
     try:
         return int(args.run(args) or 0)
     except (DPKFCError, OSError) as error:  # a file that can't be read or written names itself
@@ -44,26 +40,65 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
+def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
+    """All commands, of which only those among the words have declared their options."""
+    parser = argparse.ArgumentParser(prog="hf-dpkfc", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"hf-dpkfc {version('hf-dpkfc')}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, (declare, text) in _COMMANDS.items():
+        command = commands.add_parser(
+            name, help=text, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        if name in words:  # choices and texts come from modules that are slow to import
+            declare(command)
+    return parser
+
+
 # ---- plan ----
 
 
-def _add_plan(commands: Any) -> None:
-    parser = commands.add_parser("plan", help="what will ε be? No data needed.")
+def _declare_plan(parser: argparse.ArgumentParser) -> None:
+    from hf_dpkfc.privacy.accounting import ACCOUNTANTS
+
     parser.add_argument("--n", type=int, required=True, help="size of the data set (public)")
     parser.add_argument("--batch", type=int, required=True, help="expected batch size")
     length = parser.add_mutually_exclusive_group(required=True)
-    length.add_argument("--epochs", type=float)
-    length.add_argument("--steps", type=int)
+    length.add_argument("--epochs", type=float, help="passes of ⌈n / batch⌉ steps each")
+    length.add_argument("--steps", type=int, help="number of steps, each one release")
     noise = parser.add_mutually_exclusive_group(required=True)
     noise.add_argument("--epsilon", type=float, help="target ε: the noise is calibrated")
     noise.add_argument("--sigma", type=float, help="noise multiplier: ε is computed")
     parser.add_argument("--delta", type=float, help="default: 1/(10 n)")
-    parser.add_argument("--clip-norm", type=float, default=1.0)
-    parser.add_argument("--accountant", choices=ACCOUNTANTS, default="rdp")
+    parser.add_argument(
+        "--clip-norm",
+        type=float,
+        default=1.0,
+        help="C, of each example's gradient; ε doesn't depend on it (default: 1.0)",
+    )
+    parser.add_argument(
+        "--accountant", choices=ACCOUNTANTS, default="rdp", help="how ε is computed (default: rdp)"
+    )
+    parser.add_argument(
+        "--adjacency",
+        choices=_adjacencies(),
+        default="zero-out",
+        help="add-remove is for trainings with public_dataset_size, whose n doesn't come from the "
+        "records; ε is the same (default: zero-out)",
+    )
     parser.set_defaults(run=_plan)
 
 
+def _adjacencies() -> dict[str, Adjacency]:
+    """Kinds of neighbours, by their names on a card."""
+    from hf_dpkfc.privacy.plan import Adjacency
+
+    return {kind.name.lower().replace("_", "-"): kind for kind in Adjacency}
+
+
 def _plan(args: argparse.Namespace) -> None:
+    from hf_dpkfc.privacy.accounting import MAX_PRV_EPSILON
+    from hf_dpkfc.privacy.plan import PrivacyPlan
+
     if args.epochs is not None and not math.isfinite(args.epochs):
         raise ConfigurationError(
             f"--epochs {args.epochs}.", why="a training ends.", way_out="give a finite number."
@@ -76,6 +111,7 @@ def _plan(args: argparse.Namespace) -> None:
         "steps": args.steps if args.steps is not None else -int(-args.epochs * per_epoch // 1),
         "delta": args.delta if args.delta is not None else 1 / (10 * max(1, args.n)),
         "accountant": args.accountant,
+        "adjacency": _adjacencies()[args.adjacency],
     }
     if args.epsilon is not None:
         plan = PrivacyPlan.calibrated(args.epsilon, **fields)
@@ -91,11 +127,15 @@ def _plan(args: argparse.Namespace) -> None:
 
 
 def _other(accountant: str) -> str:
+    from hf_dpkfc.privacy.accounting import ACCOUNTANTS
+
     return next(name for name in ACCOUNTANTS if name != accountant)
 
 
 def _table(fields: dict[str, Any], plan: PrivacyPlan) -> str:
     """σ, and the noise on the mean gradient, for the ε that people compare."""
+    from hf_dpkfc.privacy.plan import PrivacyPlan
+
     rows = ["the same training at other ε", "     ε        σ   noise per coordinate σ·C/B"]
     for target in TABLE_EPSILONS:
         sigma = PrivacyPlan.calibrated(target, **fields).noise_multiplier
@@ -129,10 +169,14 @@ _HEADS = {
 }
 
 
-def _add_inspect(commands: Any) -> None:
-    parser = commands.add_parser("inspect", help="each parameter's route, and what is refused")
+def _declare_inspect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="Hub id or folder of a checkpoint")
-    parser.add_argument("--task", choices=_HEADS, default="sequence-classification")
+    parser.add_argument(
+        "--task",
+        choices=_HEADS,
+        default="sequence-classification",
+        help="the model's head (default: sequence-classification)",
+    )
     parser.set_defaults(run=_inspect)
 
 
@@ -171,15 +215,56 @@ _TRAIN_KEYS = (
 )
 
 
-def _add_train(commands: Any) -> None:
-    parser = commands.add_parser(
-        "train",
-        help="private text classification from a YAML file",
-        description=f"The file holds {', '.join(_TRAIN_KEYS)} (CSV or JSON files, or Hub ids) and "
-        "any option of DPKFCConfig.",
+EXAMPLE = """\
+model: distilroberta-base
+train_file: train.csv            # CSV, JSON or Parquet, or a Hub id
+eval_file: test.csv
+text_column: text
+label_column: label
+labels: [negative, positive]     # otherwise read off the training file
+output_dir: out
+per_device_train_batch_size: 32
+gradient_accumulation_steps: 8   # the expected batch is their product, 256
+num_train_epochs: 5
+learning_rate: 5.0e-4
+target_epsilon: 3.0
+target_delta: 1.0e-5
+"""
+
+
+def _declare_train(parser: argparse.ArgumentParser) -> None:
+    parser.description = textwrap.fill(
+        f"The file holds {', '.join(_TRAIN_KEYS)} (data: CSV, JSON or Parquet files, or Hub ids) "
+        "and any option of DPKFCConfig: those below, and those of transformers.TrainingArguments.",
+        HELP_WIDTH,
     )
-    parser.add_argument("config", type=Path)
+    parser.epilog = f"example:\n\n{textwrap.indent(EXAMPLE, '  ')}\n{_options_help()}"
+    parser.add_argument("config", type=Path, metavar="CONFIG.yaml", help="the options of the run")
     parser.set_defaults(run=_train)
+
+
+def _options_help() -> str:
+    """Every option of ours with its default, its choices and its text, by group."""
+    from hf_dpkfc.config import options_by_group
+
+    parts = []
+    for group, options in options_by_group().items():
+        parts.append(f"options that can change {group} (default):\n")
+        parts += [_option_help(option) for option in options]
+    return "\n".join(parts)
+
+
+def _option_help(option: dataclasses.Field[Any]) -> str:
+    choices = option.metadata.get("choices")
+    kind = f"one of {', '.join(choices)}" if choices else option.type
+    head = f"{option.name}: {kind} ({json.dumps(option.default)})"
+    margin = " " * 6
+    return (
+        textwrap.fill(head, HELP_WIDTH, initial_indent="  ", subsequent_indent=margin)
+        + "\n"
+        + textwrap.indent(textwrap.fill(option.metadata["help"], HELP_WIDTH - 6), margin)
+        + "\n"
+    )
 
 
 def _train(args: argparse.Namespace) -> None:
@@ -404,27 +489,36 @@ def _accuracy(prediction: Any) -> dict[str, float]:
 # ---- card and verify ----
 
 
-def _add_card(commands: Any) -> None:
-    parser = commands.add_parser("card", help="render a folder's privacy card again")
-    parser.add_argument("folder", type=Path)
+def _declare_card(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, help="with a privacy statement")
     parser.set_defaults(run=_card)
 
 
 def _card(args: argparse.Namespace) -> None:
+    from hf_dpkfc.publishing.statement import PrivacyStatement
+
     print(_rendered(args.folder, PrivacyStatement.load(args.folder)))
 
 
 def _rendered(folder: Path, statement: PrivacyStatement) -> Path:
     """The folder's card, written from a statement."""
+    from hf_dpkfc.publishing.card import CardFacts, read_card, render_card
+
     path = folder / "README.md"
     facts = CardFacts(folder.absolute().name)
     path.write_text(render_card(statement, facts, read_card(path)))
     return path
 
 
-def _add_verify(commands: Any) -> None:
-    parser = commands.add_parser("verify", help="recompute a published model's ε")
-    parser.add_argument("repo", metavar="REPO_OR_FOLDER")
+def _declare_verify(parser: argparse.ArgumentParser) -> None:
+    from hf_dpkfc.publishing.verify import LIMIT
+
+    parser.description = textwrap.fill(
+        "ε is recomputed with two accountants and compared with statement and card, and files "
+        f"that may not be published are named. {LIMIT}",
+        HELP_WIDTH,
+    )
+    parser.add_argument("repo", metavar="REPO_OR_FOLDER", help="of the published model")
     parser.add_argument("--token", help="to read a private repository")
     parser.set_defaults(run=_verify)
 
@@ -441,12 +535,11 @@ def _verify(args: argparse.Namespace) -> int:
 # ---- audit ----
 
 
-def _add_audit(commands: Any) -> None:
-    parser = commands.add_parser(
-        "audit",
-        help="attack our own releases: lower bound on the leak, beside the claim",
-        description="Canaries are put into releases of this code, on a tiny model, and left out. "
+def _declare_audit(parser: argparse.ArgumentParser) -> None:
+    parser.description = textwrap.fill(
+        "Canaries are put into releases of this code, on a tiny model, and left out. "
         "'step' repeats one release; 'training' attacks one whole run (looser).",
+        HELP_WIDTH,
     )
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("--sigma", type=float, help="noise multiplier to audit")
@@ -456,12 +549,14 @@ def _add_audit(commands: Any) -> None:
         metavar="FOLDER",
         help="audit at this trained model's plan, and put the result on its card",
     )
-    parser.add_argument("--kind", choices=("step", "training"), default="step")
+    parser.add_argument(
+        "--kind", choices=("step", "training"), default="step", help="what is attacked"
+    )
     parser.add_argument("--rate", type=float, default=0.5, help="training: sampling rate")
     parser.add_argument("--steps", type=int, default=10, help="training: number of steps")
     parser.add_argument("--delta", type=float, default=1e-5, help="training: δ")
     parser.add_argument("--trials", type=int, help="step: releases with and without the canary")
-    parser.add_argument("--confidence", type=float, default=0.9999)
+    parser.add_argument("--confidence", type=float, default=0.9999, help="of the bound")
     parser.add_argument("--secure-rng", action="store_true", help="audit the ChaCha20 generator")
     parser.add_argument("--out", type=Path, default=Path("audit"), help="folder of figure and JSON")
     parser.set_defaults(run=_audit)
@@ -469,6 +564,7 @@ def _add_audit(commands: Any) -> None:
 
 def _audit(args: argparse.Namespace) -> int:
     from hf_dpkfc.diagnostics import audit
+    from hf_dpkfc.publishing.statement import PrivacyStatement
 
     statement = PrivacyStatement.load(args.attach) if args.attach else None
     secure = args.secure_rng or (statement is not None and statement.uses_secure_rng)
@@ -496,6 +592,8 @@ def _audit(args: argparse.Namespace) -> int:
 
 
 def _audited_plan(args: argparse.Namespace) -> PrivacyPlan:
+    from hf_dpkfc.privacy.plan import PrivacyPlan
+
     size = 10**6
     return PrivacyPlan(
         noise_multiplier=args.sigma,
@@ -510,8 +608,7 @@ def _audited_plan(args: argparse.Namespace) -> PrivacyPlan:
 # ---- report ----
 
 
-def _add_report(commands: Any) -> None:
-    parser = commands.add_parser("report", help="one HTML page about a run")
+def _declare_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="output_dir of a run")
     parser.add_argument("--output", type=Path, help="default: report.html in RUN_DIR")
     parser.set_defaults(run=_report)
@@ -521,6 +618,18 @@ def _report(args: argparse.Namespace) -> None:
     from hf_dpkfc.diagnostics.report import write_report
 
     print(write_report(args.run_dir, args.output))
+
+
+_Declare = Callable[[argparse.ArgumentParser], None]
+_COMMANDS: dict[str, tuple[_Declare, str]] = {
+    "plan": (_declare_plan, "what will ε be? No data needed."),
+    "inspect": (_declare_inspect, "each parameter's route, and what is refused"),
+    "train": (_declare_train, "private text classification from a YAML file"),
+    "card": (_declare_card, "render a folder's privacy card again"),
+    "verify": (_declare_verify, "recompute a published model's ε"),
+    "audit": (_declare_audit, "attack our own releases: lower bound on the leak, beside the claim"),
+    "report": (_declare_report, "one HTML page about a run"),
+}
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import Field, dataclass, field
 from typing import Any
 
 from transformers import TrainingArguments
@@ -134,21 +134,20 @@ class DPKFCConfig(TrainingArguments):
         "above 64 is refused.",
     )
 
+    # HF clips to 1.0 by default; here the gradient is private already and its norm mostly noise.
+    max_grad_norm: float = _option(0.0, "Clips the already private gradient; 0.0 leaves it alone.")
+
     # --- neither ---
     log_unsafe_metrics: bool = _option(
         False,
         "Log un-noised facts about private batches (loss, clipped share, size) under unsafe/. "
         "They aren't covered by the guarantee, and the card says so.",
     )
-
     diagnostics_steps: int | None = _option(
         None,
         "Steps between two data-free looks at spectra, alignment and signal-to-noise, for the "
-        "logs and `hf-dpkfc report`; null (None) for none.",
+        "logs and for hf-dpkfc report; null (None) for none.",
     )
-
-    # HF clips to 1.0 by default; here the gradient is private already and its norm mostly noise.
-    max_grad_norm: float = _option(0.0, "Clips the already private gradient; 0.0 leaves it alone.")
 
     def __post_init__(self) -> None:
         self.__dict__.update(self._read_options())
@@ -417,6 +416,24 @@ class DPKFCConfig(TrainingArguments):
                 "set adam_beta1, adam_beta2, weight_decay and adambc_floor instead.",
             ),
         }
+
+
+# What a group of options can change, by the group's first one.
+_GROUPS = {
+    "target_epsilon": "the guarantee",
+    "preconditioner": "utility only, except that probe='oracle' voids the guarantee",
+    "log_unsafe_metrics": "neither",
+}
+
+
+def options_by_group() -> dict[str, list[Field[Any]]]:
+    """Our options, and HF's with a default of ours, by what they can change."""
+    groups: dict[str, list[Field[Any]]] = {}
+    group = ""
+    for name in DPKFCConfig.__annotations__:
+        group = _GROUPS.get(name, group)
+        groups.setdefault(group, []).append(DPKFCConfig.__dataclass_fields__[name])
+    return groups
 
 
 def _name(optim: Any) -> str:

@@ -1,13 +1,21 @@
 from __future__ import annotations
 
+import argparse
 import csv
 import json
+import subprocess
+import sys
+from importlib.metadata import version
 
 import pytest
 import settings
 import tokenizers_zoo
+import yaml
 
-from hf_dpkfc.cli import main
+from hf_dpkfc import DPKFCConfig
+from hf_dpkfc.cli import _COMMANDS, _TRAIN_KEYS, EXAMPLE, main
+from hf_dpkfc.config import _GROUPS, options_by_group
+from hf_dpkfc.privacy.plan import Adjacency
 
 
 @pytest.fixture
@@ -54,6 +62,85 @@ def test_a_refusal_is_one_clear_error(arguments, capsys):
     error = capsys.readouterr().err
     assert error.startswith("hf-dpkfc: ")
     assert "Way out:" in error
+
+
+PLAN = "plan --n 1000 --batch 10 --steps 1000 --sigma 1 --delta 1e-5"
+
+
+def test_plan_states_the_adjacency_that_is_asked_for(capsys):
+    assert main(PLAN.split()) == 0
+    zero_out = capsys.readouterr().out
+    assert main(f"{PLAN} --adjacency add-remove".split()) == 0
+    add_remove = capsys.readouterr().out
+    assert Adjacency.ZERO_OUT in zero_out
+    assert add_remove == zero_out.replace(Adjacency.ZERO_OUT, Adjacency.ADD_REMOVE)
+
+
+def printed_and_exited(arguments, capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(arguments)
+    assert exit.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_the_version_is_the_packages(capsys):
+    assert printed_and_exited(["--version"], capsys) == f"hf-dpkfc {version('hf-dpkfc')}\n"
+
+
+@pytest.mark.parametrize("command", ["", *_COMMANDS])
+def test_help_is_plain_text(command, capsys):
+    assert "``" not in printed_and_exited([*command.split(), "--help"], capsys)
+
+
+@pytest.mark.parametrize("command", _COMMANDS)
+def test_no_argument_is_left_without_help(command):
+    parser = argparse.ArgumentParser()
+    declare, _ = _COMMANDS[command]
+    declare(parser)
+    assert [action.dest for action in parser._actions if not action.help] == []
+
+
+def test_train_help_tells_every_option_of_ours(capsys):
+    printed = " ".join(printed_and_exited(["train", "--help"], capsys).split())
+    for name in DPKFCConfig.__annotations__:
+        option = DPKFCConfig.__dataclass_fields__[name]
+        assert f"{name}: " in printed
+        assert option.metadata["help"] in printed
+        assert ", ".join(option.metadata.get("choices", ())) in printed
+
+
+def test_every_option_stands_in_the_group_of_what_it_can_change():
+    groups = list(options_by_group().values())
+    assert [options[0].name for options in groups] == list(_GROUPS)
+    names = [option.name for options in groups for option in options]
+    assert names == list(DPKFCConfig.__annotations__)
+
+
+def test_the_example_in_trains_help_is_a_configuration(tmp_path, capsys):
+    assert EXAMPLE.splitlines()[0] in printed_and_exited(["train", "--help"], capsys)
+    options = yaml.safe_load(EXAMPLE)
+    task = {name: options.pop(name) for name in _TRAIN_KEYS if name in options}
+    assert task["labels"] == ["negative", "positive"]
+    assert DPKFCConfig(**options | {"output_dir": str(tmp_path)}).target_epsilon == 3.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "unneeded"),
+    [
+        ("--help", {"torch", "transformers", "opacus", "scipy", "numpy", "matplotlib"}),
+        ("--version", {"torch", "transformers", "opacus", "scipy", "numpy", "matplotlib"}),
+        (PLAN, {"transformers", "accelerate", "peft", "datasets", "matplotlib"}),
+    ],
+)
+def test_a_command_imports_only_what_it_needs(arguments, unneeded):
+    code = (
+        "import sys; from contextlib import suppress; from hf_dpkfc.cli import main\n"
+        f"with suppress(SystemExit): main({arguments.split()!r})\n"
+        "print(*sys.modules, file=sys.stderr)"
+    )
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert process.returncode == 0
+    assert not unneeded & set(process.stderr.split())
 
 
 def test_inspect_prints_every_route(checkpoint, capsys):
