@@ -594,11 +594,12 @@ def _audit(args: argparse.Namespace) -> int:
 def _audited_plan(args: argparse.Namespace) -> PrivacyPlan:
     from hf_dpkfc.privacy.plan import PrivacyPlan
 
-    size = 10**6
+    # The most records that δ allows, so that the rate is as exact as can be.
+    size = int((1 + 1e-9) / args.delta) if 0 < args.delta < 1 else 10**6
     return PrivacyPlan(
         noise_multiplier=args.sigma,
         clip_norm=1.0,
-        expected_batch_size=round(args.rate * size),
+        expected_batch_size=max(1, round(args.rate * size)),
         dataset_size=size,
         steps=args.steps,
         delta=args.delta,

@@ -13,7 +13,7 @@ import tokenizers_zoo
 import yaml
 
 from hf_dpkfc import DPKFCConfig
-from hf_dpkfc.cli import _COMMANDS, _TRAIN_KEYS, EXAMPLE, main
+from hf_dpkfc.cli import _COMMANDS, _TRAIN_KEYS, EXAMPLE, _audited_plan, main
 from hf_dpkfc.config import _GROUPS, options_by_group
 from hf_dpkfc.privacy.plan import Adjacency
 
@@ -141,6 +141,13 @@ def test_a_command_imports_only_what_it_needs(arguments, unneeded):
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert process.returncode == 0
     assert not unneeded & set(process.stderr.split())
+
+
+@pytest.mark.parametrize("delta", [1e-9, 1e-5, 0.3, 0.6])
+def test_an_audit_is_of_a_plan_that_delta_allows(delta):
+    args = argparse.Namespace(sigma=1.0, rate=1.0, steps=3, delta=delta)
+    plan = _audited_plan(args)
+    assert (plan.delta, plan.sampling_rate) == (delta, 1.0)
 
 
 def test_inspect_prints_every_route(checkpoint, capsys):

@@ -384,7 +384,8 @@ def _optimizer(facts: dict[str, Any] | None) -> str:
 def _audit(audit: dict[str, Any] | None) -> str:
     if audit is None:
         return "None is attached (`hf-dpkfc audit --attach`)."
+    trials = f", {audit['num_trials']} trials" if "num_trials" in audit else ""
     return (
-        f"{audit['method']} at confidence {audit['confidence']}: lower bound "
+        f"{audit['method']} at confidence {audit['confidence']}{trials}: lower bound "
         f"{audit['bound']:.4g} against the claim of {audit['claim']:.4g}."
     )

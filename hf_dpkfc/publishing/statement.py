@@ -32,6 +32,8 @@ _PARTS: dict[str, dict[str, Any]] = {
     },
     "dp_optimizer": {"name": str},
 }
+# What is read where it stands there.
+_OPTIONAL_PARTS: dict[str, dict[str, Any]] = {"audit": {"num_trials": int}}
 _OPTIMIZER_NUMBERS = {"adambc": ("floor",), "disk": ("kappa", "gamma")}
 
 
@@ -193,12 +195,17 @@ def _require_types(fields: dict[str, Any]) -> None:
             raise TypeError(f"{name} is {fields[name]!r}")
     for part in _PARTS.keys() & fields.keys():
         inner = fields[part]
-        types = {} if inner is None else dict(_PARTS[part])
+        types = {} if inner is None else _PARTS[part] | _optional_types(part, inner)
         if part == "dp_optimizer" and inner is not None:
             types |= dict.fromkeys(_OPTIMIZER_NUMBERS[inner["name"]], int | float)
         for name, kind in types.items():
             if not isinstance(inner[name], kind):
                 raise TypeError(f"{part}.{name} is {inner[name]!r}")
+
+
+def _optional_types(part: str, inner: dict[str, Any]) -> dict[str, Any]:
+    optional = _OPTIONAL_PARTS.get(part, {})
+    return {name: kind for name, kind in optional.items() if name in inner}
 
 
 def _accepted(hint: Any) -> tuple[type, ...]:

@@ -130,7 +130,7 @@ def test_the_command_draws_prints_and_goes_on_the_card(trained, tmp_path, capsys
     result = json.loads((out / "step_audit.json").read_text())
     statement = PrivacyStatement.load(trained)
     assert statement.audit == result
-    assert f"lower bound {result['bound']:.4g}" in (trained / "README.md").read_text()
+    assert f"400 trials: lower bound {result['bound']:.4g}" in (trained / "README.md").read_text()
     numbers = [check for check in verify(str(trained)) if check.what != "files"]
     assert all(check.holds for check in numbers)
 

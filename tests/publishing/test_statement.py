@@ -59,6 +59,7 @@ MALFORMED = [
     {"audit": {}},
     {"audit": [1]},
     {"audit": {"method": "m", "confidence": 0.9, "bound": "low", "claim": 1.0}},
+    {"audit": {"method": "m", "confidence": 0.9, "bound": 0, "claim": 1, "num_trials": "9"}},
     {"num_releases": "9"},
     {"num_releases": None},
     {"preconditioner": {}},
@@ -284,9 +285,13 @@ def test_no_number_is_stated_where_no_epsilon_is_claimed():
     assert fields["epsilon"] is fields["epsilon_spent"] is fields["second_opinion"] is None
 
 
-def test_an_audit_is_quoted():
-    audit = {"method": "step audit", "confidence": 0.9999, "bound": 0.5, "claim": 0.67}
-    assert "lower bound 0.5" in render_card(dataclasses.replace(STATEMENT, audit=audit), FACTS)
+@pytest.mark.parametrize(
+    ("trials", "said"), [({}, ""), ({"num_trials": 8000}, ", 8000 trials")], ids=["older", ""]
+)
+def test_an_audit_is_quoted(trials, said):
+    audit = {"method": "step audit", "confidence": 0.9999, "bound": 0.5, "claim": 0.67} | trials
+    card = render_card(dataclasses.replace(STATEMENT, audit=audit), FACTS)
+    assert f"step audit at confidence 0.9999{said}: lower bound 0.5" in card
 
 
 @pytest.mark.parametrize("probe", ["structured", "sampled"])
