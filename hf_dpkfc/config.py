@@ -32,7 +32,10 @@ def _option(default: Any, text: str, choices: tuple[str, ...] | None = None) -> 
 
 @dataclass
 class DPKFCConfig(TrainingArguments):
-    """TrainingArguments for :class:`hf_dpkfc.DPKFCTrainer`; each option's text is in its ``help``.
+    """TrainingArguments for :class:`hf_dpkfc.DPKFCTrainer`.
+
+    ``hf-dpkfc train --help`` prints each of our options with its meaning, default and choices, by
+    what it can change: the guarantee, utility or neither. All others are Hugging Face's.
 
     Exactly one of ``target_epsilon`` and ``noise_multiplier`` is given. The expected batch is HF's
     own product, per_device_train_batch_size × gradient_accumulation_steps × processes.
@@ -45,7 +48,9 @@ class DPKFCConfig(TrainingArguments):
     noise_multiplier: float | None = _option(
         None, "σ, if you set the noise yourself. 0.0 is for debugging: ε is infinite."
     )
-    target_delta: float | None = _option(None, "δ; by default 1/(10 N) for a data set of N units.")
+    target_delta: float | None = _option(
+        None, "δ, at most 1/N for a data set of N units; by default 1/(10 N)."
+    )
     clip_norm: float = _option(
         1.0, "C: each example's preconditioned gradient is clipped to this norm."
     )
