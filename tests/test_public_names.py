@@ -27,7 +27,7 @@ def test_a_name_that_is_not_public_is_an_attribute_error():
 
 def test_type_checkers_see_every_name_in_its_home():
     tree = ast.parse(Path(hf_dpkfc.__file__).read_text())
-    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    block = next(node for node in tree.body if isinstance(node, ast.If))
     seen = {alias.name: node.module for node in block.body for alias in node.names}
     assert seen == {name: f"hf_dpkfc.{home}" for name, home in hf_dpkfc._HOME_OF.items()}
     assert sorted(seen) == sorted(hf_dpkfc.__all__)
