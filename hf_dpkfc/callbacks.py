@@ -1,8 +1,9 @@
-"""ε on the progress bar, the stop before the budget is overspent, and a look at the geometry."""
+"""What goes with a private run: ε on the bar, the stop in time, own checkpoints, diagnostics."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from transformers import (
@@ -93,6 +94,35 @@ class BudgetCallback(TrainerCallback):
                 run.plan.steps,
             )
             control.should_training_stop = True
+
+
+class OwnBestCheckpointCallback(TrainerCallback):
+    """Forgets a best checkpoint that this run didn't write.
+
+    HF names the best one by its step. Where that step wasn't saved, a folder that another run left
+    there would be loaded at the end, and its weights would get this run's claim.
+    """
+
+    def __init__(self, is_ours: Callable[[Path], bool]) -> None:
+        self.is_ours = is_ours
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """What a resumed state remembers."""
+        self._forget_others(state)
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """What HF has just chosen."""
+        self._forget_others(state)
+
+    def _forget_others(self, state: TrainerState) -> None:
+        best = state.best_model_checkpoint
+        if best is not None and not self.is_ours(Path(best)):
+            logger.warning("%s isn't this run's: it won't be loaded as its best checkpoint.", best)
+            state.best_model_checkpoint = None
 
 
 class DiagnosticsCallback(TrainerCallback):

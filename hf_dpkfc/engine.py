@@ -10,9 +10,7 @@ import hashlib
 import logging
 import os
 import platform
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib.metadata import version
@@ -26,6 +24,7 @@ from hf_dpkfc.curvature.fit import CurvatureOptions, fit_preconditioner
 from hf_dpkfc.curvature.preconditioner import Preconditioner
 from hf_dpkfc.curvature.probes import Probe
 from hf_dpkfc.errors import BudgetError, LedgerError
+from hf_dpkfc.global_state import seeded_global_state
 from hf_dpkfc.layers.capture import PerExampleLoss
 from hf_dpkfc.layers.routes import RouteTable
 from hf_dpkfc.mechanism.clipping import ClippedSum, Clipper, UnsafeStatistics
@@ -298,13 +297,22 @@ class PrivateRun:
         content = hashlib.sha256()
         randomness = StepRandomness(self.key, step, before, self.secure)
         lookahead = None if self.filter is None else self.filter.lookahead(self._weights)
-        with secret_global_state(randomness, self.peers.rank):
+        with seeded_global_state(self._secret_seed(randomness)):
             mine = self._clipper.sum_of(self._micro_batches(randomness, content), lookahead)
         # Whatever else may change a query (precision, a constant in a loss) changes its sum.
         _update(content, sorted(mine.values.items()))
         total = ClippedSum(self.peers.sum(mine.values), mine.sensitivity, mine.unsafe)
         digest = self._with_content(before, content.digest())
         return total, digest, self.peers.broadcast(self._ask_ledger(step, digest))
+
+    def _secret_seed(self, randomness: StepRandomness) -> np.ndarray:
+        """What dropout and random collators draw from.
+
+        With the public seed, one record more would shift everybody's dropout masks in a way that an
+        adversary could follow, and the state in a checkpoint would tell how much was drawn.
+        """
+        words = randomness.stream(f"dropout {self.peers.rank}").uniform(8) * 2**32
+        return words.astype(np.uint32)
 
     def _micro_batches(
         self, randomness: StepRandomness, content: hashlib._Hash
@@ -356,34 +364,6 @@ class PrivateRun:
         except BudgetError:
             return Verdict.EXHAUSTED
         return Verdict.CHARGED
-
-
-@contextmanager
-def secret_global_state(randomness: StepRandomness, rank: int) -> Iterator[None]:
-    """Dropout and random collators draw from the step's secret, and global state is put back.
-
-    With the public seed, one record more would shift everybody's dropout masks in a way that an
-    adversary could follow, and the state in a checkpoint would tell how much was drawn.
-    """
-    seed = (randomness.stream(f"dropout {rank}").uniform(8) * 2**32).astype(np.uint32)
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng():
-        _seed_torch(int(seed[0]) << 32 | int(seed[1]))
-        np.random.seed(seed)
-        random.seed(seed.tobytes())
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
-
-
-def _seed_torch(seed: int) -> None:
-    # Without accelerators torch.manual_seed would format a stack trace for each kind of them.
-    if torch.accelerator.is_available():
-        torch.manual_seed(seed)
-    else:
-        torch.default_generator.manual_seed(seed)
 
 
 def _fixed_tensors(model: nn.Module, table: RouteTable) -> Iterator[tuple[str, Tensor]]:

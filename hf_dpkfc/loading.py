@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from hf_dpkfc.curvature.probes import Batch, Probe
-from hf_dpkfc.errors import RecordError
+from hf_dpkfc.errors import ConfigurationError, RecordError
+from hf_dpkfc.global_state import seeded_global_state
 from hf_dpkfc.losses import TARGETS, unwrapped
 
 
@@ -120,6 +122,9 @@ def neighbours(
     Returns:
         The batch, the single examples, and whether the collator was used. A collator that wants
         other columns, or that draws at random (masked LM), can't be checked with probes.
+
+    Raises:
+        ConfigurationError: If the collator draws from a random generator of its own.
     """
     batch = _mixed_batch(probe)
     records = [_record(batch, i) for i in range(len(next(iter(batch.values()))))]
@@ -136,15 +141,38 @@ def neighbours(
 def _collated(
     records: list[Any], collate: Callable[[list[Any]], Mapping[str, Any]]
 ) -> tuple[Mapping[str, Any], list[Mapping[str, Any]]] | None:
-    """The batch and its single examples; None where the collator refuses or draws at random."""
+    """The batch and its single examples; None where the collator refuses or draws at random.
+
+    Raises:
+        ConfigurationError: If it draws from a generator of its own.
+    """
     try:
-        with torch.random.fork_rng(devices=[]):
-            together, again = collate(records), collate(records)
-            alone = [collate([record]) for record in records]
-        is_deterministic = all(torch.equal(together[k], again[k]) for k in together)
+        together, again, otherwise = (_drawn(records, collate, seed) for seed in (1, 1, 2))
+        alone = [_drawn([record], collate, 1) for record in records]
+        repeats, is_deterministic = _equal(together, again), _equal(together, otherwise)
     except Exception:  # the user's code: whatever it raises, it doesn't take probes
         return None
+    if not repeats:
+        raise ConfigurationError(
+            "The data_collator draws from a random generator of its own.",
+            why="one record more would shift what the others get, in a way that whoever knows its "
+            "seed could follow: a step would be more sensitive than C.",
+            way_out="leave its seed at None (as in DataCollatorForLanguageModeling), so that it "
+            "draws from the step's secret.",
+        )
     return (together, alone) if is_deterministic else None
+
+
+def _drawn(
+    records: list[Any], collate: Callable[[list[Any]], Mapping[str, Any]], seed: int
+) -> Mapping[str, Any]:
+    """A batch, with this seed behind whatever draws from global state."""
+    with seeded_global_state(np.full(8, seed, dtype=np.uint32)):
+        return collate(records)
+
+
+def _equal(one: Mapping[str, Tensor], two: Mapping[str, Tensor]) -> bool:
+    return all(torch.equal(one[name], two[name]) for name in one)
 
 
 def _has_targets(inputs: Mapping[str, Any]) -> bool:

@@ -147,11 +147,11 @@ class CustomLoss:
     def __call__(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
         """What the user's function makes of the model's outputs.
 
-        The model gets the columns that it takes; targets that only the loss reads stay with it.
+        The model gets the columns that it takes; those that only the loss reads stay with it.
         """
         accepted = inspect.signature(unwrapped(model).forward).parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
-        unwanted = set() if takes_any else set(TARGETS) - set(accepted)
+        unwanted = set() if takes_any else set(inputs) - set(accepted)
         features = {name: value for name, value in inputs.items() if name not in unwanted}
         return self.per_example_loss(model(**features), inputs)
 

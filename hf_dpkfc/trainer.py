@@ -7,8 +7,9 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from transformers import ProgressCallback, Trainer
 from transformers.trainer_utils import HubStrategy, PredictionOutput, TrainOutput
 from transformers.utils import logging
@@ -26,6 +27,7 @@ from transformers.utils import logging
 from hf_dpkfc.callbacks import (
     BudgetCallback,
     DiagnosticsCallback,
+    OwnBestCheckpointCallback,
     PrivacyProgressCallback,
     PublishingCallback,
 )
@@ -38,6 +40,7 @@ from hf_dpkfc.engine import Peers, PrivateRun, Query, weights_digest
 from hf_dpkfc.errors import (
     BudgetError,
     ConfigurationError,
+    DPKFCError,
     ProbeError,
     PublishingError,
     UnsupportedTaskError,
@@ -58,6 +61,13 @@ from hf_dpkfc.publishing.statement import (
     SECURE_RANDOMNESS,
     PrivacyStatement,
 )
+from hf_dpkfc.refusals import (
+    refuse_batch_losses,
+    refuse_data,
+    refuse_launch,
+    refuse_second_optimizer,
+    require_config,
+)
 from hf_dpkfc.runs import (
     FILTER_NAME,
     LEDGER_NAME,
@@ -70,6 +80,8 @@ from hf_dpkfc.tuning import TuningCost, exponent_of, search_space
 
 logger = logging.get_logger(__name__)
 
+# Modules whose weights a private run of this process has moved.
+_TRAINED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 # What HF logs of the training batches. training_step returns zero, so these would be empty words.
 _MEANINGLESS_LOGS = ("loss", "train_loss", "total_flos")
 
@@ -114,11 +126,14 @@ class DPKFCTrainer(Trainer):
         self._has_evaluated_private = False
         self._is_checked = False
         self._evaluations: dict[str, dict[str, float]] = {}
-        super().__init__(model, self._own_copy(args), *trainer_positional, **trainer_arguments)
+        own = self._own_copy(require_config(args))
+        super().__init__(model, own, *trainer_positional, **trainer_arguments)
         self.args.gradient_accumulation_steps = self._accumulation
         self.model_accepts_loss_kwargs = False
-        self._refuse_batch_losses()
-        self._refuse_setting()
+        refuse_batch_losses(self)
+        refuse_launch(self)
+        refuse_data(self.train_dataset, self.eval_dataset, public_dataset, self.args)
+        refuse_second_optimizer(self)
         self._install_callbacks()
         self._warn_of_what_is_not_covered()
 
@@ -149,28 +164,34 @@ class DPKFCTrainer(Trainer):
     # ---- HF's doors ----
 
     def train(
-        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, **kwargs: Any
+        self,
+        resume_from_checkpoint: str | os.PathLike[str] | bool | None = None,
+        trial: Any = None,
+        **kwargs: Any,
     ) -> TrainOutput:
         """Train privately; calibrated before the first step, stopped before it would overspend."""
         self._trial_number = getattr(trial, "number", None)
         self._continues = bool(resume_from_checkpoint)
-        self._refuse_going_on()
-        if isinstance(resume_from_checkpoint, str):
-            self._files.require_ours(resume_from_checkpoint)
-            self._resume_from = resume_from_checkpoint
-        else:
-            self._resume_from = self._files.last_checkpoint() if self._continues else None
+        self._resume_from = self._checkpoint_to_resume(resume_from_checkpoint)
         self._starts = True
         self._accumulation = self.args.gradient_accumulation_steps
         try:
             output = super().train(resume_from_checkpoint=self._resume_from, trial=trial, **kwargs)
         except BaseException:
-            self._abandon_trial()
+            self._abandon()
             raise
         finally:  # what HF's loop saw as 1 is the caller's again, to read and to change
             self.args.gradient_accumulation_steps = self._accumulation
         self._finish_run()
         return _without_loss(output)
+
+    def _checkpoint_to_resume(self, asked: str | os.PathLike[str] | bool | None) -> str | None:
+        """A checkpoint of this very run; None for its start."""
+        if not isinstance(asked, str | os.PathLike):
+            return self._files.last_checkpoint() if asked else None
+        checkpoint = os.fspath(asked)
+        self._files.require_ours(checkpoint)
+        return checkpoint
 
     def get_train_dataloader(self) -> DataLoader[dict[str, Any]]:
         """HF's loop gets steps, not records; called by ``train()``, it opens the run first."""
@@ -273,8 +294,15 @@ class DPKFCTrainer(Trainer):
             "Evaluating on the training set: these metrics are computed from private records "
             "without noise. They are named unsafe_train and kept off the card."
         )
-        self._has_evaluated_private = True
+        self._note_private_evaluation()
         return "unsafe_train"
+
+    def _note_private_evaluation(self) -> None:
+        """The statement says so, also one that was written already."""
+        self._has_evaluated_private = True
+        if self._finished is not None:
+            self._finished = replace(self._finished, logged_unsafe_metrics=True)
+            self._save_finished()
 
     def hyperparameter_search(
         self, hp_space: Callable[[Any], dict[str, Any]] | None = None, *args: Any, **kwargs: Any
@@ -364,23 +392,8 @@ class DPKFCTrainer(Trainer):
 
     # ---- The constructor's chapters ----
 
-    def _refuse_batch_losses(self) -> None:
-        is_overridden = type(self).compute_loss is not Trainer.compute_loss
-        if is_overridden or self.compute_loss_func is not None:
-            raise ConfigurationError(
-                "compute_loss is overridden, or compute_loss_func was given.",
-                why="they return one loss for the whole batch, and clipping needs each example's.",
-                way_out="pass per_example_loss=fn with fn(outputs, inputs) -> [batch].",
-            )
-
-    def _own_copy(self, args: DPKFCConfig | None) -> DPKFCConfig:
+    def _own_copy(self, args: DPKFCConfig) -> DPKFCConfig:
         """Our own args: one loader item per step for HF's loop, no pushes behind our back."""
-        if not isinstance(args, DPKFCConfig):
-            raise ConfigurationError(
-                f"args is a {type(args).__name__}.",
-                why="the guarantee's options have no defaults that could be guessed.",
-                way_out="pass args=DPKFCConfig(output_dir=..., target_epsilon=..., ...).",
-            )
         own = copy.copy(args)
         self._wants_push = args.push_to_hub
         own.push_to_hub = False
@@ -394,95 +407,12 @@ class DPKFCTrainer(Trainer):
             )
         return own
 
-    def _refuse_going_on(self) -> None:
-        """Weights that were trained already carry a cost that a new plan wouldn't count."""
-        if self._run is not None and self.model_init is None and not self._continues:
-            raise ConfigurationError(
-                "train() was called again on weights that were trained privately already.",
-                why="the new plan's ε wouldn't count what these weights have cost.",
-                way_out="resume an interrupted run with resume_from_checkpoint=True; for a new run "
-                "load the base checkpoint again into a new trainer.",
-            )
-
-    def _refuse_setting(self) -> None:
-        self._refuse_launch()
-        if self.public_dataset is not None and self.public_dataset is self.train_dataset:
-            raise ConfigurationError(
-                "public_dataset is the train_dataset.",
-                why="factors estimated from private records would leave without noise.",
-                way_out="pass other, public records, or probe='auto', which needs none; "
-                "probe='oracle' is for experiments and claims no ε.",
-            )
-        if isinstance(self.train_dataset, IterableDataset) or (
-            self.train_dataset is not None and not hasattr(self.train_dataset, "__len__")
-        ):
-            raise ConfigurationError(
-                f"train_dataset is a {type(self.train_dataset).__name__}.",
-                why="Poisson sampling draws every record on its own, which needs random access.",
-                way_out="pass a data set with __len__ and __getitem__ (load without streaming).",
-            )
-        if self.args.dp_optimizer == "adambc" and (
-            self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
-        ):
-            raise ConfigurationError(
-                "optimizers= or optimizer_cls_and_kwargs= beside dp_optimizer='adambc'.",
-                why="DP-AdamBC is an optimizer of its own: only one of them can step.",
-                way_out="drop the argument (a scheduler, optimizers=(None, scheduler), is fine), "
-                "or set dp_optimizer=None.",
-            )
-        if self.args.n_gpu > 1:
-            raise ConfigurationError(
-                f"{self.args.n_gpu} GPUs in one process (nn.DataParallel).",
-                why="it splits batches behind the captured inputs.",
-                way_out="start one process per GPU: accelerate launch your_script.py.",
-            )
-
-    def _refuse_launch(self) -> None:
-        """What ``accelerate launch`` or the model switches on behind the options' back."""
-        model = self.accelerator.unwrap_model(self.model) if self.model is not None else None
-        sharded = "gradients are taken apart by example, which sharded parameters don't allow yet."
-        refused = {
-            "mixed_precision=fp16": (
-                self.accelerator.mixed_precision == "fp16",
-                "its loss scaling skips steps depending on private data.",
-                "launch with --mixed_precision bf16, or without it.",
-            ),
-            "Apple's GPU (device mps)": (
-                self.args.device.type == "mps",
-                "it has no float64, in which factors are decomposed and gradients compared.",
-                "pass use_cpu=True.",
-            ),
-            "PEFT prompt learning": (
-                any(
-                    config.is_prompt_learning
-                    for config in getattr(self.model, "peft_config", {}).values()
-                ),
-                "prompts are repeated for the batch behind the captured inputs.",
-                "use LoRA, or another adapter of linear layers.",
-            ),
-            "A model with tuples for outputs (return_dict=False)": (
-                not getattr(getattr(model, "config", None), "return_dict", True),
-                "each example's loss is computed from the model's outputs by name.",
-                "set model.config.return_dict = True.",
-            ),
-            "FSDP": (self.is_fsdp_enabled, sharded, "launch with DDP."),
-            "DeepSpeed": (self.is_deepspeed_enabled, sharded, "launch with DDP."),
-            "gradient checkpointing of the model": (
-                bool(getattr(model, "is_gradient_checkpointing", False)),
-                "layers that run twice hide their inputs from us, or keep them anyway.",
-                "model.gradient_checkpointing_disable(); lower per_device_train_batch_size and "
-                "raise gradient_accumulation_steps instead.",
-            ),
-        }
-        for name, (is_on, why, way_out) in refused.items():
-            if is_on:
-                raise ConfigurationError(f"{name} is switched on.", why=why, way_out=way_out)
-
     def _install_callbacks(self) -> None:
         if self.pop_callback(ProgressCallback) is not None:
             # RDP's bound, whatever the plan's accountant: PRV takes a second, and this is per step.
             self.add_callback(PrivacyProgressCallback(lambda: self.epsilon_spent("rdp")))
         self.add_callback(BudgetCallback(lambda: self._run))
+        self.add_callback(OwnBestCheckpointCallback(lambda path: self._files.is_ours(path)))
         if self.args.diagnostics_steps is not None:
             self.add_callback(DiagnosticsCallback(self.args.diagnostics_steps))
         for callback in self.callback_handler.callbacks:
@@ -501,6 +431,13 @@ class DPKFCTrainer(Trainer):
             logger.warning(
                 "load_best_model_at_end chooses by evaluation records, which the guarantee for "
                 "train_dataset doesn't cover."
+            )
+        earlier = Path(getattr(getattr(self.model, "config", None), "_name_or_path", "") or ".")
+        if (earlier / LEDGER_NAME).exists() and not earlier.samefile("."):
+            logger.warning(
+                "The model comes from %s, where it was trained privately. If that was on the same "
+                "records, its ε adds to this run's, which doesn't count it.",
+                earlier,
             )
         if self.args.dataloader_num_workers:
             logger.warning(
@@ -552,6 +489,8 @@ class DPKFCTrainer(Trainer):
 
     def _open_run(self) -> None:
         self.args.validate()  # a search has written its choices past the constructor's checks
+        if self._resume_from is None:
+            _refuse_trained(self.model)
         plan, query, probe = self._make_plan(), self._query(), self._probe()
         # A search may have chosen it; HF's loop counts one item per logical step.
         self._accumulation = self.args.gradient_accumulation_steps
@@ -574,6 +513,7 @@ class DPKFCTrainer(Trainer):
             filter=self._filter(),
             preconditioner=self._saved_preconditioner(),
         )
+        _TRAINED.update(_trained_modules(self.model))
         self._num_releases = self._run.num_releases
         self._count_cost(plan)
         reservation = "" if self.args.claims_privacy else " (probe='oracle': its ε isn't claimed)"
@@ -658,6 +598,7 @@ class DPKFCTrainer(Trainer):
             self._processor,
             records=self.train_dataset if is_oracle else self.public_dataset,
             collate=self._collate(),
+            keeps_labels=self.per_example_loss is not None,
         )
 
     def _check_independence(self, query: Query, probe: Probe | None) -> None:
@@ -678,16 +619,20 @@ class DPKFCTrainer(Trainer):
                 "draws at random. Make sure that it treats each record on its own."
             )
         loss = self._loss()
-        with probing(query.model):
+        with probing(query.model), _labels_explained(loss):
             check_independence(query.model, query.table, loss, together, alone)
             if isinstance(loss, TaskLoss):
                 require_heads_own_loss(query.model, loss, alone)
 
     def _checking_probe(self, probe: Probe | None) -> Probe | None:
-        """Inputs that hold no private record: the geometry's, synthetic ones, or public records."""
-        if probe is not None and self.args.probe != "oracle":
+        """Inputs that hold no private record: the geometry's, synthetic ones, or public records.
+
+        A user's own loss may want labels that only records have, so public ones go first there.
+        """
+        has_labels = self.per_example_loss is not None and self.public_dataset is not None
+        if probe is not None and self.args.probe != "oracle" and not has_labels:
             return probe
-        for name in ("auto", "public"):
+        for name in ("public", "auto"):
             with suppress(ProbeError, ConfigurationError, UnsupportedTaskError):
                 return self._build_probe(replace(self.args.probe_options(), name=name))
         return None
@@ -715,12 +660,12 @@ class DPKFCTrainer(Trainer):
             raise failure
         return peers.broadcast(key), ledger
 
-    def _abandon_trial(self) -> None:
-        """A trial that was pruned or failed is never resumed, so its key goes with it."""
-        if self._trial_number is None or self._run is None:
+    def _abandon(self) -> None:
+        """Training broke off: the ledger is let go; a trial is never resumed, so its key goes."""
+        if self._run is None:
             return
         self._run.close()
-        if self.args.process_index == 0:
+        if self._trial_number is not None and self.args.process_index == 0:
             self._files.keys.destroy()
 
     def _finish_run(self) -> None:
@@ -728,11 +673,15 @@ class DPKFCTrainer(Trainer):
         assert self._run is not None
         if self.args.process_index == 0:
             self._finished = self._statement_of(self._run)
-            if math.isfinite(self.plan.epsilon):
-                self._finished.save(self._files.folder)
+            self._save_finished()
             self._files.keys.destroy()
         self._run.close()
         self._leave_together()
+
+    def _save_finished(self) -> None:
+        assert self._finished is not None
+        if math.isfinite(self._finished.plan.epsilon):
+            self._finished.save(self._files.folder)
 
     def _leave_together(self) -> None:
         """No process returns from ``train()`` before the statement is on disk."""
@@ -796,9 +745,10 @@ class DPKFCTrainer(Trainer):
             },
             randomness=SECURE_RANDOMNESS if args.secure_rng else FAST_RANDOMNESS,
             world_size=args.world_size,
-            # A resumed run may have logged them before it was interrupted.
             logged_unsafe_metrics=args.log_unsafe_metrics
-            or any(name.startswith("unsafe/") for log in self.state.log_history for name in log),
+            or self._has_evaluated_private
+            # A resumed run may have evaluated training records before it was interrupted.
+            or any(name.startswith("unsafe") for log in self.state.log_history for name in log),
             dp_optimizer=args.dp_optimizer_facts(),
             versions={name: version(name) for name in ("hf-dpkfc", "torch", "opacus")},
             weights_sha256=self._weights_digest(),
@@ -856,6 +806,25 @@ class DPKFCTrainer(Trainer):
         }
 
 
+def _trained_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """Modules with parameters of their own that train."""
+    for module in model.modules():
+        if any(p.requires_grad for p in module.parameters(recurse=False)):
+            yield module
+
+
+def _refuse_trained(model: nn.Module) -> None:
+    """Weights that were trained already carry a cost that a new plan wouldn't count."""
+    if any(module in _TRAINED for module in _trained_modules(model)):
+        raise ConfigurationError(
+            "The model's weights were trained privately already.",
+            why="this plan's ε wouldn't count what they have cost, and a run that is replayed from "
+            "its start would not start there.",
+            way_out="load the base checkpoint again into a new trainer; resume an interrupted run "
+            "from a checkpoint of it.",
+        )
+
+
 @dataclass(frozen=True)
 class _AcceleratePeers:
     """The processes of an Accelerate launch; a single one talks to nobody."""
@@ -879,6 +848,25 @@ class _AcceleratePeers:
             [values[name].numel() for name in names]
         )
         return {n: part.view(values[n].shape) for n, part in zip(names, parts, strict=True)}
+
+
+@contextmanager
+def _labels_explained(loss: CustomLoss | TaskLoss) -> Iterator[None]:
+    """What a user's own loss raises over a probe's labels, with the way to other labels."""
+    try:
+        yield
+    except DPKFCError:
+        raise
+    except Exception as error:  # the user's code may raise anything
+        if isinstance(loss, TaskLoss):
+            raise
+        raise ProbeError(
+            "per_example_loss can't take the probes' labels.",
+            why=f"they are made for the model's head, and the loss raised "
+            f"{type(error).__name__}: {error}",
+            way_out="pass public_dataset=, whose records bring their labels, with probe='public' "
+            "or preconditioner='none'.",
+        ) from error
 
 
 def _no_labels(error: UnsupportedTaskError) -> ProbeError:

@@ -217,6 +217,40 @@ MUTANTS = {
         "reshape(rows * groups, -1, width)",
         ("tests/layers/test_capture.py::test_frames_of_one_example_are_parts_of_one_gradient",),
     ),
+    "anybodys_best_checkpoint": Mutant(
+        "hf_dpkfc.callbacks",
+        "state.best_model_checkpoint = None",
+        "pass",
+        (f"{_TRAINER}::test_another_runs_checkpoint_is_not_loaded_as_the_best",),
+    ),
+    "public_masks": Mutant(
+        "hf_dpkfc.loading",
+        "if not repeats:",
+        "if False:",
+        (
+            f"{_TRAINER}::test_masks_of_a_public_seed_are_refused[42]",
+            f"{_TRAINER}::test_a_collator_with_a_generator_of_its_own_is_refused",
+        ),
+    ),
+    "trained_twice": Mutant(
+        "hf_dpkfc.trainer",
+        "_TRAINED.update(_trained_modules(self.model))",
+        "_TRAINED.clear()",
+        (
+            f"{_TRAINER}::test_weights_of_a_private_run_are_not_trained_again_under_a_new_plan",
+            "tests/test_resume.py::"
+            "test_a_run_is_replayed_from_its_start_with_the_weights_of_its_start_only",
+        ),
+    ),
+    "attention_draws_in_the_check": Mutant(
+        "hf_dpkfc.mechanism.independence",
+        "if func is F.scaled_dot_product_attention:",
+        "if False:",
+        (
+            "tests/mechanism/test_independence.py::"
+            "test_attention_dropout_does_not_hide_a_dependence_in_train_mode[bert]",
+        ),
+    ),
 }
 
 

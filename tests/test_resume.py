@@ -361,14 +361,41 @@ def test_adambc_resumes_to_the_same_weights(tmp_path):
     assert result["weights"] == whole["weights"]
 
 
-def test_metrics_logged_before_an_interruption_are_on_the_statement(tmp_path):
-    options = {"save_strategy": "steps", "save_steps": 2}
+def test_private_evaluations_before_an_interruption_are_on_the_statement(tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 2, "data": settings.text_data()}
+    evaluating = {"eval_strategy": "steps", "eval_steps": 1}
     with pytest.raises(KeyboardInterrupt):
         settings.trainer(
-            tmp_path, callbacks=[Interrupt()], log_unsafe_metrics=True, **options
+            tmp_path,
+            callbacks=[Interrupt()],
+            eval_dataset=options["data"],
+            **options,
+            **evaluating,
         ).train()
     settings.trainer(tmp_path, **options).train(resume_from_checkpoint=True)
     assert PrivacyStatement.load(tmp_path).logged_unsafe_metrics
+
+
+def test_an_interrupted_run_is_resumed_in_the_same_process(tmp_path):
+    """Also while somebody keeps the exception, and with it the trainer, as IPython does."""
+    options = {"save_strategy": "steps", "save_steps": 2}
+    with pytest.raises(KeyboardInterrupt) as kept:
+        settings.trainer(tmp_path, callbacks=[Interrupt()], **options).train()
+    resumed = settings.trainer(tmp_path, **options)
+    resumed.train(resume_from_checkpoint=tmp_path / "checkpoint-2")
+    assert kept.value is not None
+    assert resumed._num_releases == 4
+
+
+def test_a_run_is_replayed_from_its_start_with_the_weights_of_its_start_only(tmp_path):
+    model = settings.bert()
+    with pytest.raises(KeyboardInterrupt):
+        settings.trainer(tmp_path, model, callbacks=[Interrupt()]).train()
+    with pytest.raises(ConfigurationError, match="load the base checkpoint again"):
+        settings.trainer(tmp_path, model).train(resume_from_checkpoint=True)
+    replayed = settings.trainer(tmp_path)
+    replayed.train(resume_from_checkpoint=True)
+    assert replayed._num_releases == 4
 
 
 @pytest.fixture(scope="module")
@@ -395,6 +422,7 @@ def stated_run(tmp_path_factory):
         ({"dp_optimizer": None}, "dp_optimizer was .*'disk'"),
         ({"disk_kappa": 0.8}, "dp_optimizer was .*'kappa': 0.7"),
         ({"secure_rng": True}, "secure_rng was 'False'"),
+        ({"log_unsafe_metrics": True}, "log_unsafe_metrics was 'False'"),
     ],
     ids=lambda change: next(iter(change)) if isinstance(change, dict) else "",
 )

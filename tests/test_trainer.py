@@ -10,6 +10,7 @@ import pytest
 import settings
 import tokenizers_zoo
 import torch
+from safetensors.torch import load_file
 from torch.utils.data import IterableDataset
 from transformers import (
     BertConfig,
@@ -36,6 +37,8 @@ from hf_dpkfc.errors import (
 )
 from hf_dpkfc.losses import Task
 from hf_dpkfc.mechanism.randomness import SecretKey
+from hf_dpkfc.publishing.statement import PrivacyStatement
+from hf_dpkfc.refusals import refuse_launch
 
 
 @pytest.fixture
@@ -315,16 +318,13 @@ def test_every_head_trains(tmp_path, task, preconditioner):
 
 
 def test_an_unknown_head_is_refused_and_a_loss_of_ones_own_works(tmp_path):
-    torch.manual_seed(0)
-    backbone = models.build("cnn").float()
-
     class Wrapper(torch.nn.Module):
         main_input_name = "pixel_values"
 
         def __init__(self):
             super().__init__()
-            self.inner = backbone
-            self.config = backbone.config
+            self.inner = models.build("cnn").float()
+            self.config = self.inner.config
 
         def forward(self, pixel_values, labels=None):
             return self.inner(pixel_values)
@@ -443,14 +443,14 @@ def test_sharding_that_a_launcher_switches_on_is_refused(tmp_path, monkeypatch, 
     trainer = settings.trainer(tmp_path)
     monkeypatch.setattr(trainer, name, True)
     with pytest.raises(ConfigurationError, match="DDP"):
-        trainer._refuse_launch()
+        refuse_launch(trainer)
 
 
 def test_float16_that_a_launcher_switches_on_is_refused(tmp_path, monkeypatch):
     trainer = settings.trainer(tmp_path)
     monkeypatch.setattr(trainer.accelerator.state, "_mixed_precision", "fp16")
     with pytest.raises(ConfigurationError, match="fp16"):
-        trainer._refuse_launch()
+        refuse_launch(trainer)
 
 
 def test_a_model_in_bfloat16_trains(tmp_path):
@@ -580,6 +580,15 @@ def test_training_records_evaluated_after_training_are_on_the_card(tmp_path):
     assert not trainer._statement().logged_unsafe_metrics
     trainer.evaluate(trainer.train_dataset)
     assert trainer._statement().logged_unsafe_metrics
+    assert PrivacyStatement.load(tmp_path).logged_unsafe_metrics
+
+
+def test_training_records_evaluated_before_training_ends_are_on_the_statement(tmp_path):
+    data = settings.text_data()
+    trainer = settings.trainer(tmp_path, data=data, eval_dataset={"own": data})
+    trainer.evaluate()
+    trainer.train()
+    assert PrivacyStatement.load(tmp_path).logged_unsafe_metrics
 
 
 def test_evaluate_predict_and_metrics_behave_as_in_hf(tmp_path):
@@ -847,4 +856,144 @@ def test_a_language_model_collator_is_part_of_the_check(tmp_path):
         data_collator=LeakingLMCollator(tokenizer, mlm=False),
     )
     with pytest.raises(NeighbourError):
+        trainer.train()
+
+
+class SeededCollator(DataCollatorWithPadding):
+    """Drops one token of every row, drawn from a generator of its own."""
+
+    generator = torch.Generator().manual_seed(42)
+
+    def __call__(self, features):
+        batch = super().__call__(features)
+        at = torch.randint(batch["input_ids"].shape[1], (1,), generator=self.generator)
+        batch["input_ids"][:, at] = self.tokenizer.unk_token_id
+        return batch
+
+
+def test_a_collator_with_a_generator_of_its_own_is_refused(tmp_path):
+    collator = SeededCollator(tokenizers_zoo.build("bert"))
+    with pytest.raises(ConfigurationError, match="generator of its own"):
+        settings.trainer(tmp_path, data_collator=collator).train()
+
+
+@pytest.mark.parametrize("seed", [42, None])
+def test_masks_of_a_public_seed_are_refused(tmp_path, seed):
+    """One record more would shift everybody's masks."""
+    model, data, _ = task_settings(Task.MASKED_LM)
+    tokenizer = tokenizers_zoo.build("bert")
+    masking = {"mask_replace_prob": 1.0, "random_replace_prob": 0.0}
+    collator = DataCollatorForLanguageModeling(tokenizer, seed=seed, **masking)
+    trainer = settings.trainer(tmp_path, model, data, data_collator=collator, max_steps=1)
+    if seed is None:
+        trainer.train()
+        return
+    with pytest.raises(ConfigurationError, match="generator of its own"):
+        trainer.train()
+
+
+def test_another_runs_checkpoint_is_not_loaded_as_the_best(tmp_path, warnings_of):
+    """HF names the best checkpoint by its step, whoever wrote it."""
+    saving = {"save_strategy": "steps", "eval_strategy": "steps", "save_steps": 1, "eval_steps": 1}
+    held_out = settings.text_data(10, seed=5)
+    settings.trainer(tmp_path, target_epsilon=50.0, eval_dataset=held_out, **saving).train()
+    best = saving | {"save_steps": 2, "load_best_model_at_end": True, "save_total_limit": None}
+    worst_first = {"metric_for_best_model": "step", "greater_is_better": False}
+    trainer = settings.trainer(
+        tmp_path,
+        eval_dataset=held_out,
+        compute_metrics=lambda _: {"step": trainer.state.global_step},
+        **best,
+        **worst_first,
+    )
+    trainer.train()
+    assert "isn't this run's" in warnings_of.text
+    own = PrivacyStatement.load(tmp_path).weights_sha256
+    last = settings.bert()
+    last.load_state_dict(load_file(tmp_path / "checkpoint-4/model.safetensors"))
+    assert own == engine.weights_digest(last)
+
+
+def test_weights_of_a_private_run_are_not_trained_again_under_a_new_plan(tmp_path):
+    """A notebook's cell that is run twice would halve the ε that it states."""
+    model = settings.bert()
+    settings.trainer(tmp_path / "a", model, max_steps=1).train()
+    with pytest.raises(ConfigurationError, match="trained privately already"):
+        settings.trainer(tmp_path / "b", model, max_steps=1).train()
+    assert not (tmp_path / "b/privacy_ledger.jsonl").exists()
+
+
+def test_new_adapters_on_frozen_layers_are_a_new_start(tmp_path):
+    base = settings.bert().requires_grad_(False)
+    for name in ("a", "b"):
+        lora = peft.LoraConfig(r=2, target_modules=["query"])
+        model = peft.get_peft_model(copy.deepcopy(base) if name == "a" else base, lora)
+        settings.trainer(tmp_path / name, model, max_steps=1).train()
+
+
+def test_a_model_from_a_private_runs_folder_says_so(tmp_path, warnings_of):
+    trainer = settings.trainer(tmp_path, max_steps=1)
+    trainer.train()
+    trainer.save_model()
+    again = BertForSequenceClassification.from_pretrained(tmp_path)
+    settings.trainer(tmp_path / "again", again)
+    assert "where it was trained privately" in warnings_of.text
+
+
+def test_several_data_sets_are_refused_by_their_names(tmp_path):
+    with pytest.raises(ConfigurationError, match="train, test"):
+        settings.trainer(tmp_path, data={"train": settings.text_data(), "test": []})
+
+
+def test_the_best_weights_are_not_chosen_by_private_records(tmp_path):
+    data = settings.text_data()
+    best = {"load_best_model_at_end": True, "eval_strategy": "epoch", "save_strategy": "epoch"}
+    with pytest.raises(ConfigurationError, match="chosen by private records"):
+        settings.trainer(tmp_path, data=data, eval_dataset=data, **best)
+
+
+def soft_rows(count, seed=0):
+    """Records with a distribution over the labels, and a weight that only the loss reads."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        row | {"labels": torch.rand(3, generator=generator).tolist(), "weight": 0.5}
+        for row in settings.text_data(count, seed)
+    ]
+
+
+class OnlyTokens(BertForSequenceClassification):
+    def forward(self, input_ids, attention_mask=None, token_type_ids=None):
+        return super().forward(input_ids, attention_mask, token_type_ids)
+
+
+def soft_loss(outputs, inputs):
+    losses = -(inputs["labels"] * outputs.logits.log_softmax(-1)).sum(-1)
+    return losses * inputs["weight"]
+
+
+@pytest.mark.parametrize("preconditioner", ["kfac", "none"])
+def test_a_loss_of_ones_own_gets_its_own_labels_from_public_records(tmp_path, preconditioner):
+    """On a head that we know, whose labels would be integers."""
+    trainer = settings.trainer(
+        tmp_path,
+        OnlyTokens(settings.bert().config),
+        soft_rows(60),
+        per_example_loss=soft_loss,
+        public_dataset=soft_rows(20, seed=1),
+        probe="public" if preconditioner == "kfac" else "auto",
+        preconditioner=preconditioner,
+        remove_unused_columns=False,
+    )
+    trainer.train()
+    assert trainer._statement().checked_neighbours
+
+
+def test_a_loss_that_cannot_take_the_probes_labels_is_told_where_to_get_others(tmp_path):
+    def loss(outputs, inputs):
+        return torch.nn.functional.binary_cross_entropy_with_logits(
+            outputs.logits, inputs["labels"], reduction="none"
+        ).sum(-1)
+
+    trainer = settings.trainer(tmp_path, data=soft_rows(60), per_example_loss=loss)
+    with pytest.raises(ProbeError, match="public_dataset="):
         trainer.train()

@@ -70,6 +70,7 @@ def build_probe(
     *,
     records: Sequence[Any] | None = None,
     collate: Callable[[list[Any]], Mapping[str, Tensor]] | None = None,
+    keeps_labels: bool = False,
 ) -> Probe:
     """The probe that the options name.
 
@@ -79,13 +80,14 @@ def build_probe(
         processor: Tokenizer, image processor, or a processor that holds one.
         records: For "public" and "oracle": the records to draw from.
         collate: For "public" and "oracle": from records to model inputs.
+        keeps_labels: For "public": labels that the records have are kept.
 
     Raises:
         ProbeError: If no synthetic input can be made for this model.
     """
     name = _automatic(model, processor) if options.name == "auto" else options.name
     if name in DATA_PROBES:
-        return _data_probe(name, model, records, collate)
+        return _data_probe(name, model, records, collate, keeps_labels)
     if name in TOKEN_PROBES:
         tokenizer = getattr(processor, "tokenizer", processor)
         if not hasattr(tokenizer, "get_vocab"):
@@ -128,6 +130,7 @@ def _data_probe(
     model: nn.Module,
     records: Sequence[Any] | None,
     collate: Callable[[list[Any]], Mapping[str, Tensor]] | None,
+    keeps_labels: bool,
 ) -> PublicDataProbe:
     if records is None or collate is None:
         raise ConfigurationError(
@@ -139,7 +142,7 @@ def _data_probe(
         labels = LabelSpace.of(model) if name == "public" else None
     except UnsupportedTaskError:  # a loss of the user's own: the records bring their labels
         labels = None
-    return PublicDataProbe(records, collate, labels)
+    return PublicDataProbe(records, collate, labels, keeps_labels)
 
 
 def _no_processor(name: str, wanted: str) -> ProbeError:

@@ -383,11 +383,18 @@ class PublicDataProbe:
 
     Not data-free: the factors see these records, so they must be public. Labels are synthetic
     where ``labels`` is given, since a public set's labels rarely mean what the head predicts.
+
+    Attributes:
+        dataset: Public records.
+        collate: From records to model inputs.
+        labels: The head's label space; None for the records' own labels.
+        keeps_labels: Labels that records do have are kept: a user's own loss knows what they mean.
     """
 
     dataset: Sequence[Any]
     collate: Callable[[list[Any]], Mapping[str, Tensor]]
     labels: LabelSpace | None = None
+    keeps_labels: bool = False
     is_data_free: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -413,7 +420,8 @@ class PublicDataProbe:
         """A language model's labels are the text itself, which the collator may have masked."""
         assert self.labels is not None
         is_language = self.labels.task in (Task.MASKED_LM, Task.CAUSAL_LM)
-        return "labels" in inputs and (is_language or inputs["labels"].dim() > 2)
+        keeps = self.keeps_labels or is_language
+        return "labels" in inputs and (keeps or inputs["labels"].dim() > 2)
 
     def _relabelled(self, inputs: Mapping[str, Tensor], generator: torch.Generator) -> Batch:
         assert self.labels is not None
