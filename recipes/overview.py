@@ -48,16 +48,20 @@ class Target:
     gain: float | None = None
 
     def verdict(self, ours: Sequence[float], base: Sequence[float]) -> str:
-        """The target and whether the table's figures reach it."""
+        """The target and whether the table's figures reach it; a gain with its standard error."""
         mean = round(statistics.mean(ours), 1)
-        gain = round(mean - round(statistics.mean(base), 1), 1)
-        parts = [("≥ {:g}", self.accuracy, mean), ("{:+g}", self.gain, gain)]
-        said = [
-            shown.format(wanted) + (" reached" if found >= wanted else " **missed**")
-            for shown, wanted, found in parts
-            if wanted is not None
-        ]
-        return f"ε {self.epsilon:g}: " + ", ".join(said)
+        found = Gain(round(mean - round(statistics.mean(base), 1), 1), Gain.of(ours, base).error)
+        parts = []
+        if self.accuracy is not None:
+            parts.append(f"≥ {self.accuracy:g} {_reached(mean >= self.accuracy)}")
+        if self.gain is not None:
+            reached = _reached(found.points >= self.gain)
+            parts.append(f"{self.gain:+g} {reached} ({found.points:+.1f} ± {found.error:.1f})")
+        return f"ε {self.epsilon:g}: " + ", ".join(parts)
+
+
+def _reached(is_reached: bool) -> str:
+    return "reached" if is_reached else "**missed**"
 
 
 @dataclass(frozen=True)

@@ -30,10 +30,10 @@ def test_a_gain_is_a_difference_of_means_with_the_error_of_both():
 
 def test_a_target_is_judged_by_the_figures_as_shown():
     """70.96 and 69.0 are printed as 71.0 and 69.0: whoever reads the table must come to +2."""
-    assert Target(1, gain=2).verdict([70.96], [69.0]) == "ε 1: +2 reached"
-    assert Target(1, gain=2).verdict([70.94], [69.0]) == "ε 1: +2 **missed**"
-    both = Target(3, accuracy=94.2, gain=1).verdict([94.1], [90.0])
-    assert both == "ε 3: ≥ 94.2 **missed**, +1 reached"
+    assert Target(1, gain=2).verdict([70.96], [69.0]) == "ε 1: +2 reached (+2.0 ± 0.0)"
+    assert Target(1, gain=2).verdict([70.94], [69.0]) == "ε 1: +2 **missed** (+1.9 ± 0.0)"
+    both = Target(3, accuracy=94.2, gain=1).verdict([94.1, 96.1], [91.0, 93.0])
+    assert both == "ε 3: ≥ 94.2 reached, +1 reached (+3.1 ± 1.4)"
 
 
 def test_a_row_holds_both_arms_and_its_target(tmp_path, monkeypatch):
@@ -43,7 +43,10 @@ def test_a_row_holds_both_arms_and_its_target(tmp_path, monkeypatch):
         write_runs(tmp_path, "synthetic", [0.7, 0.7, 0.7], epsilon)
     line = overview.table(tmp_path).splitlines()[-1]
     assert line.startswith("| Counted | 60.0 ± 10.0 → 70.0 ± 0.0 | 60.0 ± 10.0 → 70.0 ± 0.0 |")
-    assert "| ε 1: +2 reached | [all methods](recipes/results/counted/README.md) |" in line
+    assert (
+        "| ε 1: +2 reached (+10.0 ± 5.8) | [all methods](recipes/results/counted/README.md) |"
+        in line
+    )
 
 
 def test_a_row_without_results_says_how_to_make_them(tmp_path, monkeypatch):
