@@ -12,12 +12,11 @@ from pathlib import Path
 
 from hf_dpkfc.errors import ConfigurationError, LedgerError
 from hf_dpkfc.mechanism.randomness import SecretKey
-from hf_dpkfc.privacy.ledger import PrivacyLedger, require_unused
+from hf_dpkfc.privacy.ledger import LEDGER_NAME, PrivacyLedger, require_unused
 from hf_dpkfc.privacy.plan import PrivacyPlan
 
 logger = logging.getLogger(__name__)
 
-LEDGER_NAME = "privacy_ledger.jsonl"
 PRECONDITIONER_NAME = "preconditioner.safetensors"
 FILTER_NAME = "kalman_filter.safetensors"
 TRAINER_STATE_NAME = "trainer_state.json"

@@ -32,7 +32,7 @@ from hf_dpkfc.callbacks import (
     PublishingCallback,
 )
 from hf_dpkfc.config import DPKFCConfig
-from hf_dpkfc.curvature.catalogue import ProbeOptions, build_probe
+from hf_dpkfc.curvature.catalogue import ProbeOptions, build_probe, resolved
 from hf_dpkfc.curvature.fit import probing
 from hf_dpkfc.curvature.preconditioner import Preconditioner
 from hf_dpkfc.curvature.probes import Probe
@@ -53,7 +53,7 @@ from hf_dpkfc.mechanism.independence import check_independence
 from hf_dpkfc.mechanism.randomness import SecretKey
 from hf_dpkfc.optimizers.adambc import DPAdamBC, noise_variance_of
 from hf_dpkfc.optimizers.disk import KalmanFilter
-from hf_dpkfc.privacy.ledger import PrivacyLedger
+from hf_dpkfc.privacy.ledger import LEDGER_NAME, PrivacyLedger
 from hf_dpkfc.privacy.plan import Adjacency, PrivacyPlan
 from hf_dpkfc.publication import CardOptions, Publication
 from hf_dpkfc.publishing.statement import (
@@ -70,7 +70,6 @@ from hf_dpkfc.refusals import (
 )
 from hf_dpkfc.runs import (
     FILTER_NAME,
-    LEDGER_NAME,
     PRECONDITIONER_NAME,
     TUNING_NAME,
     RunFolder,
@@ -741,6 +740,7 @@ class DPKFCTrainer(Trainer):
             claims_privacy=args.claims_privacy,
             preconditioner={
                 **args.preconditioner_facts(),
+                "probe": self._probe_name(),
                 "is_data_free": maps is None or maps.is_data_free,
             },
             randomness=SECURE_RANDOMNESS if args.secure_rng else FAST_RANDOMNESS,
@@ -755,6 +755,13 @@ class DPKFCTrainer(Trainer):
             run_sha256=self._files.run_digest(),
             checked_neighbours=self._is_checked,
         )
+
+    def _probe_name(self) -> str:
+        """What the geometry was made from; the option's word where there is none."""
+        if self.args.preconditioner == "none":
+            return self.args.probe
+        model = self.accelerator.unwrap_model(self.model)
+        return resolved(self.args.probe, model, self._processor)
 
     def _weights_digest(self) -> str:
         """Of the model as it is now."""

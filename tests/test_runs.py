@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from hf_dpkfc import PrivacyPlan
-from hf_dpkfc.runs import LEDGER_NAME, TRAINER_STATE_NAME, KeyStore, RunFolder
+from hf_dpkfc.privacy.ledger import LEDGER_NAME
+from hf_dpkfc.runs import TRAINER_STATE_NAME, KeyStore, RunFolder
 
 PLAN = PrivacyPlan(1.0, 1.0, 10, 100, 8, 1e-5)
 TORN = b'{"digest": "torn'

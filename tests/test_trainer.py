@@ -931,6 +931,13 @@ def test_new_adapters_on_frozen_layers_are_a_new_start(tmp_path):
         settings.trainer(tmp_path / name, model, max_steps=1).train()
 
 
+def test_the_statement_names_the_probe_that_was_chosen(tmp_path):
+    trainer = settings.trainer(tmp_path, max_steps=1)
+    assert trainer.args.probe == "auto"
+    trainer.train()
+    assert PrivacyStatement.load(tmp_path).preconditioner["probe"] == "zipf"
+
+
 def test_a_model_from_a_private_runs_folder_says_so(tmp_path, warnings_of):
     trainer = settings.trainer(tmp_path, max_steps=1)
     trainer.train()

@@ -85,7 +85,7 @@ def build_probe(
     Raises:
         ProbeError: If no synthetic input can be made for this model.
     """
-    name = _automatic(model, processor) if options.name == "auto" else options.name
+    name = resolved(options.name, model, processor)
     if name in DATA_PROBES:
         return _data_probe(name, model, records, collate, keeps_labels)
     if name in TOKEN_PROBES:
@@ -113,6 +113,15 @@ _ZIPF_PROBES: dict[str, type[ZipfTokenProbe]] = {
     "zipf": ZipfTokenProbe,
     "structured": StructuredTokenProbe,
 }
+
+
+def resolved(name: str, model: nn.Module, processor: Any) -> str:
+    """The probe's name, with what "auto" stands for.
+
+    Raises:
+        ProbeError: If nothing can be chosen for this model.
+    """
+    return _automatic(model, processor) if name == "auto" else name
 
 
 def _automatic(model: nn.Module, processor: Any) -> str:

@@ -11,9 +11,10 @@ from typing import Any
 
 from hf_dpkfc.diagnostics.record import DIAGNOSTICS_NAME, FORMAT, Entry, read_log
 from hf_dpkfc.errors import ConfigurationError, DPKFCError
+from hf_dpkfc.privacy.ledger import LEDGER_NAME
 from hf_dpkfc.privacy.plan import PrivacyPlan
 from hf_dpkfc.publishing.statement import STATEMENT_NAME, PrivacyStatement
-from hf_dpkfc.runs import LEDGER_NAME, TRAINER_STATE_NAME, TUNING_NAME, RunFolder
+from hf_dpkfc.runs import TRAINER_STATE_NAME, TUNING_NAME, RunFolder
 
 # Of an evaluation: what tells about the machine or the training, not about the model.
 _NO_METRIC_SUFFIXES = ("_time", "_runtime", "_per_second", "_epoch")

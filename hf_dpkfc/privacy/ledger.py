@@ -21,6 +21,7 @@ from hf_dpkfc.privacy.plan import PrivacyPlan
 # (message) -> MAC, keyed; the ledger never holds the key itself.
 Mac = Callable[[bytes], bytes]
 
+LEDGER_NAME = "privacy_ledger.jsonl"  # in a run's folder and in its checkpoints
 VERSION = 2
 SAMPLER = "poisson"
 

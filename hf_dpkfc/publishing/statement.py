@@ -16,7 +16,6 @@ from hf_dpkfc.privacy.plan import PrivacyPlan
 
 STATEMENT_NAME = "privacy_statement.json"
 # Lies in a run's output_dir and is quoted by its digest; never published.
-LEDGER_NAME = "privacy_ledger.jsonl"
 SECURE_RANDOMNESS = "ChaCha20 with summed draws, keyed with 256 bits"
 FAST_RANDOMNESS = "Philox, keyed with 256 bits from the operating system"
 FORMAT = 1

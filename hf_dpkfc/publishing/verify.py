@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_dpkfc.errors import DPKFCError, PublishingError
+from hf_dpkfc.privacy.ledger import LEDGER_NAME
 from hf_dpkfc.publishing.card import (
     formal_claim,
     privacy_section,
@@ -20,7 +21,7 @@ from hf_dpkfc.publishing.card import (
     stated_section,
     typed_block,
 )
-from hf_dpkfc.publishing.statement import LEDGER_NAME, STATEMENT_NAME, PrivacyStatement
+from hf_dpkfc.publishing.statement import STATEMENT_NAME, PrivacyStatement
 from hf_dpkfc.publishing.upload import HUBS_OWN, PUSH_ERRORS, is_allowed
 
 TOLERANCE = 1e-6

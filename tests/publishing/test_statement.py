@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hf_dpkfc import PrivacyPlan, runs
+from hf_dpkfc import PrivacyPlan
 from hf_dpkfc.cli import main
 from hf_dpkfc.errors import PublishingError
+from hf_dpkfc.privacy.ledger import LEDGER_NAME
 from hf_dpkfc.publishing.card import END, START, CardFacts, render_card, split_metadata
-from hf_dpkfc.publishing.statement import LEDGER_NAME, PrivacyStatement
+from hf_dpkfc.publishing.statement import PrivacyStatement
 from hf_dpkfc.publishing.verify import verify
 
 STATEMENT = PrivacyStatement(
@@ -162,10 +163,6 @@ def test_verify_sees_another_runs_ledger(run_folder):
 def test_a_checkpoint_without_a_ledger_has_no_business_there(run_folder):
     (run_folder / LEDGER_NAME).unlink()
     assert failures(run_folder) == ["files"]
-
-
-def test_the_ledger_is_where_a_run_writes_it():
-    assert LEDGER_NAME == runs.LEDGER_NAME
 
 
 def test_a_missing_card_is_one_failure_with_a_way_out(published, capsys):
