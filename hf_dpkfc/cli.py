@@ -97,19 +97,16 @@ def _adjacencies() -> dict[str, Adjacency]:
 
 def _plan(args: argparse.Namespace) -> None:
     from hf_dpkfc.privacy.accounting import MAX_PRV_EPSILON
-    from hf_dpkfc.privacy.plan import PrivacyPlan
+    from hf_dpkfc.privacy.plan import PrivacyPlan, default_delta, steps_in
 
-    if args.epochs is not None and not math.isfinite(args.epochs):
-        raise ConfigurationError(
-            f"--epochs {args.epochs}.", why="a training ends.", way_out="give a finite number."
-        )
-    per_epoch = -(-args.n // max(1, args.batch)) if args.n > 0 else 0
     fields = {
         "clip_norm": args.clip_norm,
         "expected_batch_size": args.batch,
         "dataset_size": args.n,
-        "steps": args.steps if args.steps is not None else -int(-args.epochs * per_epoch // 1),
-        "delta": args.delta if args.delta is not None else 1 / (10 * max(1, args.n)),
+        "steps": args.steps
+        if args.steps is not None
+        else steps_in(args.epochs, args.n, args.batch),
+        "delta": args.delta if args.delta is not None else default_delta(args.n),
         "accountant": args.accountant,
         "adjacency": _adjacencies()[args.adjacency],
     }

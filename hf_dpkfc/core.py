@@ -8,6 +8,7 @@ from hf_dpkfc.mechanism.noise import privatize
 from hf_dpkfc.mechanism.randomness import SecretKey, StepRandomness
 from hf_dpkfc.mechanism.sampling import PoissonSampler
 from hf_dpkfc.privacy.ledger import PrivacyLedger
+from hf_dpkfc.privacy.plan import steps_in
 
 __all__ = [
     "ClippedSum",
@@ -22,5 +23,6 @@ __all__ = [
     "check_independence",
     "inspect_model",
     "privatize",
+    "steps_in",
     "task_of",
 ]

@@ -54,7 +54,7 @@ from hf_dpkfc.mechanism.randomness import SecretKey
 from hf_dpkfc.optimizers.adambc import DPAdamBC, noise_variance_of
 from hf_dpkfc.optimizers.disk import KalmanFilter
 from hf_dpkfc.privacy.ledger import LEDGER_NAME, PrivacyLedger
-from hf_dpkfc.privacy.plan import Adjacency, PrivacyPlan
+from hf_dpkfc.privacy.plan import Adjacency, PrivacyPlan, default_delta, steps_in
 from hf_dpkfc.publication import CardOptions, Publication
 from hf_dpkfc.publishing.statement import (
     FAST_RANDOMNESS,
@@ -469,15 +469,13 @@ class DPKFCTrainer(Trainer):
         batch = (
             args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         )
-        per_epoch = math.ceil(size / batch)
+        epochs = args.num_train_epochs
         fields = {
             "clip_norm": args.clip_norm,
             "expected_batch_size": batch,
             "dataset_size": size,
-            "steps": args.max_steps
-            if args.max_steps > 0
-            else math.ceil(args.num_train_epochs * per_epoch),
-            "delta": args.target_delta or 1 / (10 * size),
+            "steps": args.max_steps if args.max_steps > 0 else steps_in(epochs, size, batch),
+            "delta": args.target_delta or default_delta(size),
             "accountant": args.accountant,
             "adjacency": Adjacency.ADD_REMOVE if args.public_dataset_size else Adjacency.ZERO_OUT,
             "privacy_unit": args.privacy_unit,

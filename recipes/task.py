@@ -36,6 +36,7 @@ from torch.utils.data import Dataset, Subset
 from transformers import EvalPrediction, PrinterCallback, set_seed
 
 from hf_dpkfc import DPKFCConfig, DPKFCTrainer, PrivacyPlan
+from hf_dpkfc.core import steps_in
 
 RESULTS = Path(__file__).parent / "results"
 CARDS = Path(__file__).parents[1] / "model_cards"
@@ -137,7 +138,7 @@ class Task:
 
 @lru_cache
 def _plan(epsilon: float, clip_norm: float, batch: int, size: int, epochs: int) -> PrivacyPlan:
-    steps = epochs * math.ceil(size / batch)
+    steps = steps_in(epochs, size, batch)
     return PrivacyPlan.calibrated(
         epsilon,
         clip_norm=clip_norm,

@@ -24,6 +24,26 @@ class Adjacency(StrEnum):
     ZERO_OUT = "zero-out: one unit replaced by a null one that contributes nothing"
 
 
+def steps_in(epochs: float, dataset_size: int, batch_size: int) -> int:
+    """As HF counts them: batches in an epoch, rounded up, times epochs, rounded up again.
+
+    0 where size or batch aren't positive, which a plan then refuses by name.
+    """
+    if min(dataset_size, batch_size) < 1:
+        return 0
+    steps = epochs * math.ceil(dataset_size / batch_size)
+    if not math.isfinite(steps):
+        raise ConfigurationError(
+            f"epochs={epochs}.", why="a training ends.", way_out="give a finite number."
+        )
+    return math.ceil(steps)
+
+
+def default_delta(dataset_size: int) -> float:
+    """A tenth of 1/N."""
+    return 1 / (10 * max(1, dataset_size))
+
+
 @dataclass(frozen=True)
 class PrivacyPlan:
     """Everything that ε depends on. Nobody else stores these numbers.
@@ -109,7 +129,7 @@ class PrivacyPlan:
     @property
     def steps_per_epoch(self) -> int:
         """⌈N/B⌉."""
-        return math.ceil(self.dataset_size / self.expected_batch_size)
+        return steps_in(1, self.dataset_size, self.expected_batch_size)
 
     @cached_property
     def epsilon(self) -> float:

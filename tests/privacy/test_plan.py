@@ -8,7 +8,7 @@ import pytest
 
 from hf_dpkfc import PrivacyPlan
 from hf_dpkfc.errors import ConfigurationError
-from hf_dpkfc.privacy.plan import Adjacency
+from hf_dpkfc.privacy.plan import Adjacency, steps_in
 
 FIELDS = {
     "clip_norm": 1.0,
@@ -128,3 +128,17 @@ def test_one_over_n_is_a_legal_delta_however_it_was_rounded(size):
 def test_json_that_is_no_plan_is_refused(text):
     with pytest.raises(ConfigurationError, match="Not a privacy plan"):
         PrivacyPlan.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "size", "batch", "steps"),
+    [(5, 10_000, 256, 200), (1.5, 100, 30, 6), (0.1, 100, 30, 1), (1, 64, 64, 1), (3, 0, 8, 0)],
+)
+def test_steps_are_counted_as_hf_counts_them(epochs, size, batch, steps):
+    assert steps_in(epochs, size, batch) == steps
+
+
+@pytest.mark.parametrize("epochs", [float("inf"), float("nan"), 1e308])
+def test_endless_epochs_are_refused(epochs):
+    with pytest.raises(ConfigurationError, match="a training ends"):
+        steps_in(epochs, 10_000, 1)
