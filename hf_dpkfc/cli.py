@@ -99,13 +99,12 @@ def _plan(args: argparse.Namespace) -> None:
     from hf_dpkfc.privacy.accounting import MAX_PRV_EPSILON
     from hf_dpkfc.privacy.plan import PrivacyPlan, default_delta, steps_in
 
+    steps = steps_in(args.epochs, args.n, args.batch) if args.steps is None else args.steps
     fields = {
         "clip_norm": args.clip_norm,
         "expected_batch_size": args.batch,
         "dataset_size": args.n,
-        "steps": args.steps
-        if args.steps is not None
-        else steps_in(args.epochs, args.n, args.batch),
+        "steps": steps,
         "delta": args.delta if args.delta is not None else default_delta(args.n),
         "accountant": args.accountant,
         "adjacency": _adjacencies()[args.adjacency],
