@@ -9,7 +9,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,11 @@ from torch import nn
 from hf_dpkfc.diagnostics.rundata import evaluation_metrics
 from hf_dpkfc.errors import PublishingError, UnsupportedTaskError
 from hf_dpkfc.losses import Task, task_of, unwrapped
+from hf_dpkfc.privacy.ledger import LEDGER_NAME
 from hf_dpkfc.publishing.card import CardFacts, is_ours_alone, read_card, render_card
 from hf_dpkfc.publishing.statement import PrivacyStatement
 from hf_dpkfc.publishing.upload import create_repository, push_folder, remote_readme
+from hf_dpkfc.runs import RunFolder
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +32,43 @@ _PIPELINE_TAGS = {
     Task.MASKED_LM: "fill-mask",
     Task.CAUSAL_LM: "text-generation",
 }
+
+
+def finished_statement(files: RunFolder, own: PrivacyStatement | None) -> PrivacyStatement:
+    """What a finished run states, if its ledger is still the one that the statement quotes.
+
+    Args:
+        files: Of the run.
+        own: This process's statement, where it trained; else the folder's is read.
+
+    Raises:
+        PublishingError: If there is no ledger, or another one.
+    """
+    if not files.ledger_path.exists():
+        raise PublishingError(
+            f"There is no {LEDGER_NAME} in {files.folder}.",
+            why="without a ledger nobody knows what was spent.",
+            way_out="train with DPKFCTrainer first.",
+        )
+    statement = _with_audit(files, own)
+    is_quoted = statement.ledger_sha256 == files.ledger_digest()
+    is_held = files.holds(statement.plan, statement.num_releases, statement.claims_privacy)
+    if not (is_quoted and is_held):
+        raise PublishingError(
+            f"{files.ledger_path} isn't the ledger that the statement quotes.",
+            why="one of them was changed after training ended.",
+            way_out="restore them as they were when training ended.",
+        )
+    return statement
+
+
+def _with_audit(files: RunFolder, own: PrivacyStatement | None) -> PrivacyStatement:
+    """This process's statement, with an audit that was attached since; else the folder's."""
+    if own is None:
+        return PrivacyStatement.load(files.folder)
+    if not math.isfinite(own.plan.epsilon):  # such a one isn't written
+        return own
+    return replace(own, audit=PrivacyStatement.load(files.folder).audit)
 
 
 @dataclass(frozen=True)

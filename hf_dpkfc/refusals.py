@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from torch import nn
 from torch.utils.data import IterableDataset
 from transformers import Trainer
 
@@ -119,3 +121,31 @@ def refuse_launch(trainer: Trainer) -> None:
     for name, (is_on, why, way_out) in refused.items():
         if is_on:
             raise ConfigurationError(f"{name} is switched on.", why=why, way_out=way_out)
+
+
+# Modules whose weights a private run of this process has moved.
+_TRAINED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def note_training(model: nn.Module) -> None:
+    """From now on, the model's weights have a cost."""
+    _TRAINED.update(_training_modules(model))
+
+
+def refuse_trained(model: nn.Module) -> None:
+    """Weights that were trained already carry a cost that a new plan wouldn't count."""
+    if any(module in _TRAINED for module in _training_modules(model)):
+        raise ConfigurationError(
+            "The model's weights were trained privately already.",
+            why="this plan's ε wouldn't count what they have cost, and a run that is replayed from "
+            "its start would not start there.",
+            way_out="load the base checkpoint again into a new trainer; resume an interrupted run "
+            "from a checkpoint of it.",
+        )
+
+
+def _training_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """Modules with parameters of their own that train."""
+    for module in model.modules():
+        if any(p.requires_grad for p in module.parameters(recurse=False)):
+            yield module

@@ -7,17 +7,15 @@ import math
 import os
 import shutil
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import ProgressCallback, Trainer
@@ -55,17 +53,20 @@ from hf_dpkfc.optimizers.adambc import DPAdamBC, noise_variance_of
 from hf_dpkfc.optimizers.disk import KalmanFilter
 from hf_dpkfc.privacy.ledger import LEDGER_NAME, PrivacyLedger
 from hf_dpkfc.privacy.plan import Adjacency, PrivacyPlan, default_delta, steps_in
-from hf_dpkfc.publication import CardOptions, Publication
+from hf_dpkfc.processes import AcceleratePeers
+from hf_dpkfc.publication import CardOptions, Publication, finished_statement
 from hf_dpkfc.publishing.statement import (
     FAST_RANDOMNESS,
     SECURE_RANDOMNESS,
     PrivacyStatement,
 )
 from hf_dpkfc.refusals import (
+    note_training,
     refuse_batch_losses,
     refuse_data,
     refuse_launch,
     refuse_second_optimizer,
+    refuse_trained,
     require_config,
 )
 from hf_dpkfc.runs import (
@@ -79,8 +80,6 @@ from hf_dpkfc.tuning import TuningCost, exponent_of, search_space
 
 logger = logging.get_logger(__name__)
 
-# Modules whose weights a private run of this process has moved.
-_TRAINED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 # What HF logs of the training batches. training_step returns zero, so these would be empty words.
 _MEANINGLESS_LOGS = ("loss", "train_loss", "total_flos")
 
@@ -487,12 +486,12 @@ class DPKFCTrainer(Trainer):
     def _open_run(self) -> None:
         self.args.validate()  # a search has written its choices past the constructor's checks
         if self._resume_from is None:
-            _refuse_trained(self.model)
+            refuse_trained(self.model)
         plan, query, probe = self._make_plan(), self._query(), self._probe()
         # A search may have chosen it; HF's loop counts one item per logical step.
         self._accumulation = self.args.gradient_accumulation_steps
         self.args.gradient_accumulation_steps = 1
-        peers: Peers = _AcceleratePeers(
+        peers: Peers = AcceleratePeers(
             self.args.process_index, self.args.world_size, self.accelerator
         )
         self._check_independence(query, probe)
@@ -510,7 +509,7 @@ class DPKFCTrainer(Trainer):
             filter=self._filter(),
             preconditioner=self._saved_preconditioner(),
         )
-        _TRAINED.update(_trained_modules(self.model))
+        note_training(self.model)
         self._num_releases = self._run.num_releases
         self._count_cost(plan)
         reservation = "" if self.args.claims_privacy else " (probe='oracle': its ε isn't claimed)"
@@ -699,34 +698,9 @@ class DPKFCTrainer(Trainer):
 
     def _training_statement(self) -> PrivacyStatement:
         """Of the run in this process, else the one that a finished run left in the folder."""
-        if not self._files.ledger_path.exists():
-            raise PublishingError(
-                f"There is no {LEDGER_NAME} in {self._files.folder}.",
-                why="without a ledger nobody knows what was spent.",
-                way_out="train with DPKFCTrainer first.",
-            )
         if self._run is not None and self.is_in_train:
             return self._statement_of(self._run)
-        statement = self._finished_statement()
-        is_quoted = statement.ledger_sha256 == self._files.ledger_digest()
-        is_held = self._files.holds(
-            statement.plan, statement.num_releases, statement.claims_privacy
-        )
-        if not (is_quoted and is_held):
-            raise PublishingError(
-                f"{self._files.ledger_path} isn't the ledger that the statement quotes.",
-                why="one of them was changed after training ended.",
-                way_out="restore them as they were when training ended.",
-            )
-        return statement
-
-    def _finished_statement(self) -> PrivacyStatement:
-        """This process's, with an audit that was attached since; else the folder's."""
-        if self._finished is None:
-            return PrivacyStatement.load(self._files.folder)
-        if not math.isfinite(self._finished.plan.epsilon):  # such a one isn't written
-            return self._finished
-        return replace(self._finished, audit=PrivacyStatement.load(self._files.folder).audit)
+        return finished_statement(self._files, self._finished)
 
     def _statement_of(self, run: PrivateRun) -> PrivacyStatement:
         args = self.args
@@ -809,50 +783,6 @@ class DPKFCTrainer(Trainer):
             "unsafe/clip_fraction": unsafe.num_clipped / count,
             "unsafe/batch_size": unsafe.num_examples,
         }
-
-
-def _trained_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """Modules with parameters of their own that train."""
-    for module in model.modules():
-        if any(p.requires_grad for p in module.parameters(recurse=False)):
-            yield module
-
-
-def _refuse_trained(model: nn.Module) -> None:
-    """Weights that were trained already carry a cost that a new plan wouldn't count."""
-    if any(module in _TRAINED for module in _trained_modules(model)):
-        raise ConfigurationError(
-            "The model's weights were trained privately already.",
-            why="this plan's ε wouldn't count what they have cost, and a run that is replayed from "
-            "its start would not start there.",
-            way_out="load the base checkpoint again into a new trainer; resume an interrupted run "
-            "from a checkpoint of it.",
-        )
-
-
-@dataclass(frozen=True)
-class _AcceleratePeers:
-    """The processes of an Accelerate launch; a single one talks to nobody."""
-
-    rank: int
-    world_size: int
-    accelerator: Any
-
-    def gather(self, value: bytes) -> list[bytes]:
-        return [value] if self.world_size == 1 else gather_object([value])
-
-    def broadcast(self, value: Any) -> Any:
-        return value if self.world_size == 1 else broadcast_object_list([value])[0]
-
-    def sum(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        if self.world_size == 1:
-            return dict(values)
-        names = sorted(values)
-        flat = torch.cat([values[name].flatten() for name in names])
-        parts = self.accelerator.reduce(flat, reduction="sum").split(
-            [values[name].numel() for name in names]
-        )
-        return {n: part.view(values[n].shape) for n, part in zip(names, parts, strict=True)}
 
 
 @contextmanager

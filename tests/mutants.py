@@ -233,8 +233,8 @@ MUTANTS = {
         ),
     ),
     "trained_twice": Mutant(
-        "hf_dpkfc.trainer",
-        "_TRAINED.update(_trained_modules(self.model))",
+        "hf_dpkfc.refusals",
+        "_TRAINED.update(_training_modules(model))",
         "_TRAINED.clear()",
         (
             f"{_TRAINER}::test_weights_of_a_private_run_are_not_trained_again_under_a_new_plan",

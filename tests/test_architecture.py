@@ -21,6 +21,7 @@ ROOMS = [
     "optimizers",
     "global_state",
     "engine",
+    "processes",
     "publishing",
     "runs",
     "tuning",
