@@ -17,8 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
-from transformers import ProgressCallback, Trainer
+from transformers import EvalPrediction, ProgressCallback, Trainer, TrainerCallback
 from transformers.trainer_utils import HubStrategy, PredictionOutput, TrainOutput
 from transformers.utils import logging
 
@@ -87,14 +89,23 @@ _MEANINGLESS_LOGS = ("loss", "train_loss", "total_flos")
 class DPKFCTrainer(Trainer):
     """Private fine-tuning through HF's own doors.
 
-    Takes what ``Trainer`` takes, and:
-
     Args:
+        model: As Trainer's; not needed with ``model_init``.
         args: A :class:`hf_dpkfc.DPKFCConfig`; it isn't modified.
+        data_collator: As Trainer's. It must treat each record on its own, and draw at random, if
+            it does, from global state.
+        train_dataset: The private records, with ``__len__`` and ``__getitem__``.
+        eval_dataset: Records that the guarantee doesn't cover.
+        processing_class: Tokenizer, image processor or processor; probes are made from it.
+        model_init: As Trainer's.
+        compute_loss_func: Refused: it returns one loss for the whole batch.
+        compute_metrics: As Trainer's.
+        callbacks: As Trainer's.
+        optimizers: As Trainer's.
+        optimizer_cls_and_kwargs: As Trainer's.
+        preprocess_logits_for_metrics: As Trainer's.
         per_example_loss: ``fn(outputs, inputs) -> [batch]`` for heads that we don't know.
         public_dataset: Public records for ``probe="public"``.
-        *trainer_positional: Anything else that ``Trainer`` takes,
-        **trainer_arguments: by position or by name.
 
     Guarantees:
         The weights after training are (ε, δ)-differentially private with respect to
@@ -106,10 +117,20 @@ class DPKFCTrainer(Trainer):
         self,
         model: nn.Module | None = None,
         args: DPKFCConfig | None = None,
-        *trainer_positional: Any,
+        data_collator: Callable[[list[Any]], Any] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        model_init: Callable[..., nn.Module] | None = None,
+        compute_loss_func: Callable[..., Any] | None = None,
+        compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Optimizer | None, LRScheduler | None] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type[Optimizer], dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
+        *,
         per_example_loss: Callable[[Any, Mapping[str, Any]], Tensor] | None = None,
         public_dataset: Any = None,
-        **trainer_arguments: Any,
     ) -> None:
         self.per_example_loss = per_example_loss
         self.public_dataset = public_dataset
@@ -124,8 +145,21 @@ class DPKFCTrainer(Trainer):
         self._has_evaluated_private = False
         self._is_checked = False
         self._evaluations: dict[str, dict[str, float]] = {}
-        own = self._own_copy(require_config(args))
-        super().__init__(model, own, *trainer_positional, **trainer_arguments)
+        super().__init__(
+            model=model,
+            args=self._own_copy(require_config(args)),
+            data_collator=data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            model_init=model_init,
+            compute_loss_func=compute_loss_func,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+        )
         self.args.gradient_accumulation_steps = self._accumulation
         self.model_accepts_loss_kwargs = False
         refuse_batch_losses(self)
@@ -165,7 +199,7 @@ class DPKFCTrainer(Trainer):
         self,
         resume_from_checkpoint: str | os.PathLike[str] | bool | None = None,
         trial: Any = None,
-        **kwargs: Any,
+        ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
         """Train privately; calibrated before the first step, stopped before it would overspend."""
         self._trial_number = getattr(trial, "number", None)
@@ -174,7 +208,7 @@ class DPKFCTrainer(Trainer):
         self._starts = True
         self._accumulation = self.args.gradient_accumulation_steps
         try:
-            output = super().train(resume_from_checkpoint=self._resume_from, trial=trial, **kwargs)
+            output = super().train(self._resume_from, trial, ignore_keys_for_eval)
         except BaseException:
             self._abandon()
             raise
@@ -303,15 +337,26 @@ class DPKFCTrainer(Trainer):
             self._save_finished()
 
     def hyperparameter_search(
-        self, hp_space: Callable[[Any], dict[str, Any]] | None = None, *args: Any, **kwargs: Any
+        self,
+        hp_space: Callable[[Any], dict[str, Any]] | None = None,
+        compute_objective: Callable[[dict[str, float]], Any] | None = None,
+        n_trials: int = 20,
+        direction: str | list[str] = "minimize",
+        backend: Any = None,
+        hp_name: Callable[[Any], str] | None = None,
+        **backend_options: Any,
     ) -> Any:
         """HF's search. Every trial trains on the same records, and their costs add up.
 
         Args:
             hp_space: From a trial to options; by default :func:`hf_dpkfc.search_space`, for the
                 kind of probe that this trainer has.
-            *args: As HF's,
-            **kwargs: by position or by name.
+            compute_objective: As HF's.
+            n_trials: As HF's; ``privacy_tuning.json`` states what they cost together.
+            direction: As HF's.
+            backend: As HF's.
+            hp_name: As HF's.
+            **backend_options: The search backend's own.
         """
         self._spent = TuningCost.nothing()
         self._spent_earlier = TuningCost.load(self._tuning_path)
@@ -319,7 +364,15 @@ class DPKFCTrainer(Trainer):
             self.model: Any = self.call_model_init()
         space = hp_space or partial(search_space, exponent=exponent_of(self._probe()))
         try:
-            return super().hyperparameter_search(space, *args, **kwargs)
+            return super().hyperparameter_search(
+                space,
+                compute_objective,
+                n_trials=n_trials,
+                direction=direction,
+                backend=backend,
+                hp_name=hp_name,
+                **backend_options,
+            )
         finally:  # trials of a search that was broken off have cost what they cost
             if self._spent.num_trials:
                 logger.warning("%s", self._spent_earlier + self._spent)

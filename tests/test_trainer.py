@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import math
 
@@ -351,6 +352,17 @@ def test_an_unknown_head_is_refused_and_a_loss_of_ones_own_works(tmp_path):
     plain = settings.trainer(tmp_path / "d", Wrapper(), data, preconditioner="none", **own)
     plain.train()
     assert plain.epsilon_spent() > 0
+
+
+@pytest.mark.parametrize("method", ["__init__", "train", "hyperparameter_search", "evaluate"])
+def test_arguments_are_hfs_in_hfs_order(method):
+    """A script that passes them by position, or a new one of HF's, must not end up elsewhere."""
+    theirs = inspect.signature(getattr(Trainer, method)).parameters.values()
+    ours = inspect.signature(getattr(DPKFCTrainer, method)).parameters
+    variable = inspect.Parameter.VAR_KEYWORD
+    wanted = [p.name for p in theirs if p.kind is not variable]
+    assert list(ours)[: len(wanted)] == wanted
+    assert all(ours[p.name].default == p.default for p in theirs if p.kind is not variable)
 
 
 def test_batch_losses_are_refused(tmp_path):
