@@ -222,7 +222,7 @@ output_dir: out
 per_device_train_batch_size: 32
 gradient_accumulation_steps: 8   # the expected batch is their product, 256
 num_train_epochs: 5
-learning_rate: 5.0e-4
+learning_rate: 3.0e-3            # higher than without privacy
 target_epsilon: 3.0
 target_delta: 1.0e-5
 """
