@@ -15,7 +15,6 @@ from hf_dpkfc.privacy.accounting import MAX_PRV_EPSILON
 from hf_dpkfc.privacy.plan import PrivacyPlan
 
 STATEMENT_NAME = "privacy_statement.json"
-# Lies in a run's output_dir and is quoted by its digest; never published.
 SECURE_RANDOMNESS = "ChaCha20 with summed draws, keyed with 256 bits"
 FAST_RANDOMNESS = "Philox, keyed with 256 bits from the operating system"
 FORMAT = 1
