@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -119,38 +119,31 @@ MODES = {"head": "head only", "lora": "LoRA", "full": "everything"}
 TWO_POINTS = (Target(1, gain=2), Target(3, gain=2))
 ONE_POINT = (Target(1, gain=1), Target(3, gain=1))
 HEAD_ARMS = "none public synthetic oracle"
+MNIST = Row(
+    "mnist",
+    "MNIST, the paper's CNN",
+    "mnist_cnn --data-dir DIR --jobs 2",
+    (1, 3, 8),
+    targets=(Target(1, accuracy=94.2),),
+)
+FASHION = Row(
+    "fashion_mnist",
+    "FashionMNIST ← MNIST, the paper's CNN",
+    "fashion_transfer --data-dir DIR --jobs 2",
+    (1, 3, 8),
+    targets=(Target(1, accuracy=87.8),),
+)
+ADAMBC = {"base": "adambc", "ours": "synthetic-adambc"}
 ROWS: tuple[Row, ...] = (
-    Row(
-        "mnist",
-        "MNIST, the paper's CNN",
-        "mnist_cnn --data-dir DIR --jobs 2",
-        (1, 3, 8),
-        targets=(Target(1, accuracy=94.2),),
-    ),
-    Row(
-        "mnist",
-        "MNIST, the same with DP-AdamBC",
-        "mnist_cnn --data-dir DIR --jobs 2",
-        (1, 3, 8),
+    MNIST,
+    replace(
+        MNIST,
+        subject="MNIST, the same with DP-AdamBC",
         targets=(Target(1, accuracy=95.5),),
-        base="adambc",
-        ours="synthetic-adambc",
+        **ADAMBC,
     ),
-    Row(
-        "fashion_mnist",
-        "FashionMNIST ← MNIST, the paper's CNN",
-        "fashion_transfer --data-dir DIR --jobs 2",
-        (1, 3, 8),
-        targets=(Target(1, accuracy=87.8),),
-    ),
-    Row(
-        "fashion_mnist",
-        "FashionMNIST, the same with DP-AdamBC",
-        "fashion_transfer --data-dir DIR --jobs 2",
-        (1, 3, 8),
-        base="adambc",
-        ours="synthetic-adambc",
-    ),
+    FASHION,
+    replace(FASHION, subject="FashionMNIST, the same with DP-AdamBC", targets=(), **ADAMBC),
     _text_row(
         "complaints",
         "Consumer complaints",
