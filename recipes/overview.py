@@ -189,6 +189,13 @@ ROWS: tuple[Row, ...] = (
         epsilons=(3,),
     ),
     Row(
+        "imdb_logreg",
+        "IMDB, TF-IDF and logistic regression",
+        "imdb_logreg --data-dir DIR --jobs 2",
+        (1, 3),
+        methods=HEAD_ARMS,
+    ),
+    Row(
         "pathmnist",
         "PathMNIST ← MNIST, the paper's CNN",
         "fashion_transfer --target path --data-dir DIR",
