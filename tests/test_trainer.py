@@ -24,10 +24,12 @@ from transformers import (
     DefaultDataCollator,
     Trainer,
     TrainerCallback,
+    TrainerState,
     TrainingArguments,
 )
 
 from hf_dpkfc import DPKFCConfig, DPKFCTrainer, engine
+from hf_dpkfc.callbacks import OwnBestCheckpointCallback
 from hf_dpkfc.errors import (
     ConfigurationError,
     LedgerError,
@@ -924,6 +926,15 @@ def test_another_runs_checkpoint_is_not_loaded_as_the_best(tmp_path, warnings_of
     last = settings.bert()
     last.load_state_dict(load_file(tmp_path / "checkpoint-4/model.safetensors"))
     assert own == engine.weights_digest(last)
+
+
+@pytest.mark.parametrize("moment", ["on_train_begin", "on_save"])
+@pytest.mark.parametrize(("is_ours", "kept"), [(True, "checkpoint-1"), (False, None)])
+def test_a_best_checkpoint_is_kept_if_it_is_ours(moment, is_ours, kept):
+    """Also where a resumed state remembers it."""
+    state = TrainerState(best_model_checkpoint="checkpoint-1")
+    getattr(OwnBestCheckpointCallback(lambda path: is_ours), moment)(None, state, None)
+    assert state.best_model_checkpoint == kept
 
 
 def test_weights_of_a_private_run_are_not_trained_again_under_a_new_plan(tmp_path):
